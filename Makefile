@@ -1,0 +1,23 @@
+# `make demo` and `make test` need nothing but Python 3.11+, git and make: they set up .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+.PHONY: demo test clean
+
+demo: $(READY)
+	$(VENV)/bin/tilepress demo
+
+test: $(READY)
+	$(VENV)/bin/ruff check --quiet
+	$(VENV)/bin/ruff format --check --quiet
+	$(VENV)/bin/python -m pytest
+
+clean:
+	rm -rf $(VENV)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; hint: make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $(READY)

@@ -1,0 +1,10 @@
+"""tilepress: from a Hugging Face causal language model to a smaller, faster artifact, and the proof of what it costs."""
+
+__version__ = "0.1.0"
+
+
+def load(path, device="cpu", dtype="auto", **kwargs):
+    """Loads an artifact or a dense checkpoint as a transformers model; see `tilepress.runtime.loader.load`."""
+    from tilepress.runtime.loader import load as load_model
+
+    return load_model(path, device=device, dtype=dtype, **kwargs)

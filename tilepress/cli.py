@@ -1,0 +1,762 @@
+"""The `tilepress` command: flags, words on the screen, exit codes. Heavy imports happen inside the commands, so `--help` is quick."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilepress import __version__, screen
+from tilepress.formats import TilepressError, UsageError
+from tilepress.screen import Bar, say, size, table
+
+EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 3, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compress a language model into a smaller, faster artifact, and prove what it costs.",
+    epilog="Start with: tilepress demo",
+)
+compress = typer.Typer(no_args_is_help=True, help="Turn a checkpoint into a compressed artifact.")
+evaluate = typer.Typer(no_args_is_help=True, help="Measure what an artifact costs and brings.")
+app.add_typer(compress, name="compress")
+app.add_typer(evaluate, name="eval")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)
+]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in DIR.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show layers, sizes, memory and disk; write nothing.")]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Leave matching layers dense; repeatable. A name, a glob, or re:REGEX.  [default: lm_head]",
+        show_default=False,
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard at a time.")]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]",
+        show_default=False,
+    ),
+]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False),
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
+
+
+@compress.command(epilog="Example: tilepress compress prune MODEL -o pruned --sparsity 0.5")
+def prune(
+    model: Model,
+    output: Output,
+    sparsity: Annotated[float, typer.Option(help="Share of weights to prune, in [0, 1).", show_default=False)],
+    method: Annotated[str, typer.Option(metavar="magnitude", help="How weights are chosen.")] = "magnitude",
+    scope: Annotated[
+        str,
+        typer.Option(
+            metavar="layer|row|global",
+            help="Where the sparsity holds: in each weight, in each output row, or over all.",
+        ),
+    ] = "layer",
+    format: Annotated[
+        str, typer.Option(metavar="tiled-csl|dense", help="How pruned weights are stored.")
+    ] = "tiled-csl",
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
+    ] = "auto",
+    ignore: Ignore = None,
+    device: Device = "auto",
+    workers: Workers = 1,
+    rank: Rank = None,
+    world_size: WorldSize = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prune the linear weights of MODEL and store what is left as Tiled-CSL.
+
+    Magnitude pruning alone keeps a model usable to about 50 %; beyond, measure before you deploy: `tilepress eval perplexity`.
+    """
+    from tilepress.compress.prune import PruneRecipe
+
+    recipe = PruneRecipe(sparsity, scope, method, format, _dtype(dtype), tuple(ignore or ("lm_head",)))
+    checkpoint = _open(model, revision)
+    from tilepress.compress.targets import find_targets
+
+    screen.quiet_libraries()
+    targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
+    _run(
+        checkpoint,
+        output,
+        recipe,
+        targets,
+        left,
+        "pruning",
+        device,
+        workers,
+        rank,
+        world_size,
+        overwrite,
+        resume,
+        dry_run,
+        json_,
+        quiet,
+    )
+
+
+@app.command(epilog="Example: tilepress convert pruned -o dense --to dense")
+def convert(
+    model: Model,
+    output: Output,
+    to: Annotated[
+        str, typer.Option(metavar="dense|tiled-csl", help="Layout of the weights in DIR.", show_default=False)
+    ],
+    ignore: Ignore = None,
+    device: Device = "auto",
+    workers: Workers = 1,
+    rank: Rank = None,
+    world_size: WorldSize = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Change how weights are stored without changing a value.
+
+    `--to dense` gives a checkpoint that loads anywhere; `--to tiled-csl` packs a model that another tool pruned.
+    """
+    from tilepress.compress.convert import ConvertRecipe, packed_targets
+
+    recipe = ConvertRecipe(to, tuple(ignore or ("lm_head",)))
+    checkpoint = _open(model, revision)
+    if to == "dense":
+        targets, left = packed_targets(checkpoint)
+    else:
+        from tilepress.compress.targets import find_targets
+
+        screen.quiet_libraries()
+        targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
+    _run(
+        checkpoint,
+        output,
+        recipe,
+        targets,
+        left,
+        "converting",
+        device,
+        workers,
+        rank,
+        world_size,
+        overwrite,
+        resume,
+        dry_run,
+        json_,
+        quiet,
+    )
+
+
+@evaluate.command(
+    epilog="Example: tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
+)
+def perplexity(
+    model: Model,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Compare with this model, window by window.", show_default=False),
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|HUB_ID", help="A .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]."
+        ),
+    ] = "Salesforce/wikitext:wikitext-2-raw-v1:test",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="gptq|strided",
+            help="gptq: windows without overlap, as papers report; strided: overlapping.",
+        ),
+    ] = "gptq",
+    seqlen: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens between windows (strided).  [default: a quarter of seqlen]", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Score so many windows at most.", show_default=False)
+    ] = None,
+    max_increase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors."""
+    allowed = _share(max_increase) if max_increase is not None else None
+    if allowed is not None and base is None:
+        raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
+    from tilepress.eval.perplexity import Protocol
+    from tilepress.runtime.loader import load, paths
+
+    screen.quiet_libraries()
+    checkpoint = _open(model, revision)
+    protocol = Protocol(dataset, recipe, seqlen or _default_seqlen(checkpoint.config), stride, limit)
+    from transformers import AutoTokenizer
+
+    from tilepress.eval.perplexity import perplexity as measure
+
+    options = {
+        "device": _device(device),
+        "dtype": _dtype(dtype) or "auto",
+        "trust_remote_code": trust_remote_code,
+    }
+    started = time.monotonic()
+    subject = load(str(checkpoint.path), **options)
+    other = load(base, **options) if base else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise TilepressError(
+            f"{checkpoint.path.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
+            "copy tokenizer.json and tokenizer_config.json of the source into the folder",
+        ) from error
+    with Bar("perplexity", 1, quiet) as bar:
+        result = measure(subject, tokenizer, protocol, other, bar.at)
+    result = {
+        "model": model,
+        **result,
+        "paths": paths(subject),
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    if other is not None:
+        result["base"] = {"model": base, **result["base"], "paths": paths(other)}
+    print(json.dumps(result, indent=2) if json_ else _perplexity_table(result))
+    if allowed is not None and result["perplexity"] > result["base"]["perplexity"] * (1 + allowed):
+        increase = result["perplexity"] / result["base"]["perplexity"] - 1
+        say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+@app.command()
+def inspect(model: Model, revision: Revision = None, json_: Json = False) -> None:
+    """Show what MODEL holds, weight by weight, from its headers and manifest."""
+    from dataclasses import asdict
+
+    from tilepress.eval.inspect import inspect as look
+
+    found = look(_open(model, revision))
+    if json_:
+        print(json.dumps(asdict(found) | {"bytes": found.bytes, "elements": found.elements}, indent=2))
+        return
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            row.name,
+            " x ".join(map(str, row.shape)),
+            row.layout,
+            row.dtype,
+            cell(row.sparsity, ".2%"),
+            size(row.bytes),
+            cell(row.densest_tile, ".1%"),
+            cell(row.wavefronts_per_32, ".3f"),
+        ]
+        for row in found.rows
+    ]
+    print(
+        table(
+            f"{found.path}: {found.architecture}, {found.shards} shard{'s' if found.shards > 1 else ''}"
+            + (f", by {found.made_by}" if found.made_by else ""),
+            ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"],
+            rows,
+        )
+    )
+    print(
+        f"\n  {found.elements:,} elements, {size(found.bytes)}, {8 * found.bytes / max(found.elements, 1):.2f} bits per weight"
+    )
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="A finished artifact.", show_default=False)],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Also compare every kept value with this source.", show_default=False
+        ),
+    ] = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an artifact: files, hashes, headers, packed words, declared counts, loading. Exits with 3 on any finding."""
+    from tilepress.eval.verify import verify as check_all
+    from tilepress.formats.checkpoint import locate
+
+    screen.quiet_libraries()
+    with Bar("verifying", 1, quiet) as bar:
+        checks = check_all(model, locate(base) if base else None, progress=bar.at)
+    if json_:
+        print(
+            json.dumps(
+                {
+                    "path": str(model),
+                    "passed": all(c.passed for c in checks),
+                    "checks": [
+                        {
+                            "name": c.name,
+                            "looked_at": c.looked_at,
+                            "passed": c.passed,
+                            "findings": list(c.findings),
+                        }
+                        for c in checks
+                    ],
+                },
+                indent=2,
+            )
+        )
+    else:
+        print(
+            table(
+                "",
+                ["check", "looked at", "result"],
+                [[c.name, str(c.looked_at), "ok" if c.passed else f"{len(c.findings)} wrong"] for c in checks],
+            )
+        )
+        for c in checks:
+            for finding in c.findings:
+                print(f"  {c.name}: {finding}")
+    if not all(c.passed for c in checks):
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+@app.command()
+def env(json_: Json = False) -> None:
+    """Show versions, cards and what would run where."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"tilepress": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for name in ("torch", "transformers", "safetensors", "datasets", "typer", "scipy", "cuda-core"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["cuda"] = torch.version.cuda
+    found["cards"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["cores"], found["threads"] = os.cpu_count(), torch.get_num_threads()
+    found["sparse linears run on"] = "reference (decode, then dense product)"
+    print(
+        json.dumps(found, indent=2)
+        if json_
+        else table(
+            "",
+            ["what", "found"],
+            [[k, ", ".join(v) or "none" if isinstance(v, list) else str(v or "-")] for k, v in found.items()],
+        )
+    )
+
+
+@app.command()
+def demo(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Keep the artifacts here.  [default: a temporary folder]",
+            show_default=False,
+        ),
+    ] = None,
+    sparsity: Annotated[str, typer.Option(metavar="LIST", help="Sparsities to try.")] = "0.3,0.5,0.6,0.7",
+    quiet: Quiet = False,
+) -> None:
+    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute."""
+    import tempfile
+    from contextlib import nullcontext
+
+    from tilepress import demo as embedded
+
+    values = [_share(value) for value in sparsity.split(",")]
+    if output is not None and output.exists() and any(output.iterdir()):
+        raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
+    started = time.monotonic()
+    with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
+        rows = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet)
+    print(
+        table(
+            "", ["model", "weights", "of dense", "zeros", "perplexity", "KL divergence", "same top token"], rows
+        )
+    )
+    print(
+        f"\n  {len(values)} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
+        + (f"; they are in {output}" if output else "; keep them with -o DIR")
+    )
+
+
+def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet: bool) -> list[list[str]]:
+    """Runs the ordinary commands one by one, as a user would, and collects their JSON."""
+
+    def run(*words: str) -> dict:
+        import contextlib
+        import io
+
+        if not quiet:
+            say("$ tilepress " + " ".join(words))
+        captured = io.StringIO()
+        with contextlib.redirect_stdout(captured):
+            code = app(
+                [*words, "--json", "-q"] if words[0] != "inspect" else [*words, "--json"], standalone_mode=False
+            )
+        if code:
+            raise TilepressError(
+                f"`tilepress {' '.join(words)}` ended with {code}", "run it by itself to see why"
+            )
+        return json.loads(captured.getvalue())
+
+    protocol = ["--dataset", str(text), "--seqlen", "1024"]
+    rows, dense = [], run("inspect", str(model))
+    for value in values:
+        out = str(folder / f"tiny-{round(100 * value)}")
+        made = run("compress", "prune", str(model), "-o", out, "--sparsity", f"{value:g}")
+        run("verify", out, "--base", str(model))
+        measured = run("eval", "perplexity", out, "--base", str(model), *protocol)
+        if not rows:
+            rows.append(
+                [
+                    "dense bf16",
+                    size(dense["bytes"]),
+                    "100.0%",
+                    "-",
+                    _with_error(measured["base"]["perplexity"], measured["base"]["perplexity_stderr"]),
+                    "-",
+                    "-",
+                ]
+            )
+        rows.append(
+            [
+                f"magnitude {value:.0%}",
+                size(made["bytes"]),
+                f"{made['bytes'] / dense['bytes']:.1%}",
+                f"{made['sparsity']:.1%}",
+                _with_error(measured["perplexity"], measured["perplexity_stderr"]),
+                f"{measured['kl_divergence']['mean']:.3f}",
+                f"{measured['top1_agreement']:.1%}",
+            ]
+        )
+    return rows
+
+
+def _run(
+    checkpoint,
+    output,
+    recipe,
+    targets,
+    left,
+    title,
+    device,
+    workers,
+    rank,
+    world_size,
+    overwrite,
+    resume,
+    dry_run,
+    json_,
+    quiet,
+) -> None:
+    """Plan, write and finish an artifact, and print what came out: shared by every command that writes one."""
+    from tilepress.compress import shards
+    from tilepress.compress.card import model_card
+
+    recipe.check(targets)
+    plan = shards.make_plan(checkpoint, output, recipe, targets, left)
+    if dry_run:
+        _print_plan(plan, json_)
+        return
+    rank, world_size = _place(rank, world_size)
+    started = time.monotonic()
+    if not shards.open_output(plan, resume, overwrite, joining=world_size > 1):
+        say(f"{output} is complete already")
+    else:
+        with Bar(title, sum(shard.elements for shard in plan.shards[rank::world_size]), quiet) as bar:
+            if workers > 1:
+                shards.run_parallel(plan, workers, rank, world_size, _device(device), bar.step)
+            else:
+                shards.run_shards(plan, rank, world_size, _device(device), bar.step)
+        if shards.finish(plan, model_card) is None:
+            say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
+            return
+    _print_result(plan, time.monotonic() - started, json_)
+
+
+def _print_plan(plan, json_: bool) -> None:
+    facts = {
+        "source_bytes": plan.source_bytes,
+        "expected_bytes": plan.expected_bytes,
+        "peak_memory_bytes": plan.peak_bytes,
+        "disk_bytes": plan.expected_bytes,
+        "shards": len(plan.shards),
+        "targets": len(plan.targets),
+        "left_alone": {item.name: item.reason for item in plan.left_alone},
+    }
+    if json_:
+        print(
+            json.dumps(
+                facts | {"layers": [{"name": t.name, "rows": t.rows, "cols": t.cols} for t in plan.targets]},
+                indent=2,
+            )
+        )
+        return
+    print(
+        table(
+            "",
+            ["weight", "rows x cols", "stored now"],
+            [[t.name, f"{t.rows} x {t.cols}", size(t.weight.nbytes)] for t in plan.targets],
+        )
+    )
+    print(_left_alone(facts["left_alone"]))
+    print(
+        f"  {len(plan.targets)} weights in {len(plan.shards)} shards; {size(plan.source_bytes)} -> about {size(plan.expected_bytes)} on disk; "
+        f"memory about {size(plan.peak_bytes)} beside torch itself\n  nothing was written"
+    )
+
+
+def _print_result(plan, seconds: float, json_: bool) -> None:
+    from tilepress.formats.checkpoint import MANIFEST_NAME, read_json
+
+    manifest = read_json(plan.output / MANIFEST_NAME)
+    names = {target.name: target.elements for target in plan.targets}
+    elements = sum(names.values())
+    nonzeros = sum(tensor["nonzeros"] for tensor in manifest["tensors"] if tensor["name"] in names)
+    facts = {
+        "output": str(plan.output),
+        "source_bytes": plan.source_bytes,
+        "bytes": sum(tensor["bytes"] for tensor in manifest["tensors"]),
+        "targets": len(names),
+        "elements": elements,
+        "nonzeros": nonzeros,
+        "sparsity": 1 - nonzeros / elements,
+        "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
+        "seconds": round(seconds, 2),
+    }
+    if json_:
+        print(json.dumps(facts, indent=2))
+        return
+    print(
+        f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({facts['bytes'] / facts['source_bytes']:.1%})"
+    )
+    print(f"  zeros      {facts['sparsity']:.2%} of {len(names)} linear weights")
+    print(_left_alone(facts["left_alone"]))
+    print(f"  wrote      {plan.output} in {seconds:.1f} s")
+    if plan.recipe.command == "compress prune":
+        say(f"next: tilepress eval perplexity {plan.output} --base {plan.source}")
+
+
+def _left_alone(reasons: dict[str, str]) -> str:
+    lines = []
+    for reason in sorted(set(reasons.values())):
+        names = [name for name, why in reasons.items() if why == reason]
+        lines.append(
+            f"  left alone {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _perplexity_table(result: dict) -> str:
+    protocol = result["protocol"]
+    title = (
+        f"{protocol['dataset']}: recipe {protocol['recipe']}, {result['windows']} windows of {protocol['seqlen']} tokens"
+        + (f", stride {protocol['stride']}" if protocol["recipe"] == "strided" else "")
+        + f", {result['tokens']:,} tokens scored, {protocol['dtype']} on {protocol['device']}"
+        + (f", limited to {protocol['limit']} windows" if protocol["limit"] else "")
+    )
+    head, rows = ["model", "perplexity", "bits/byte", "nll change", "KL divergence", "same top token"], []
+    if "base" in result:
+        rows.append(
+            [
+                f"{result['base']['model']} (base)",
+                _with_error(result["base"]["perplexity"], result["base"]["perplexity_stderr"]),
+                "",
+                "",
+                "",
+                "",
+            ]
+        )
+        rows.append(
+            [
+                result["model"],
+                _with_error(result["perplexity"], result["perplexity_stderr"]),
+                f"{result['bits_per_byte']:.4f}",
+                _with_error(result["delta_nll"], result["delta_nll_stderr"]),
+                _with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
+                f"{result['top1_agreement']:.2%}",
+            ]
+        )
+    else:
+        head, rows = (
+            head[:3],
+            [
+                [
+                    result["model"],
+                    _with_error(result["perplexity"], result["perplexity_stderr"]),
+                    f"{result['bits_per_byte']:.4f}",
+                ]
+            ],
+        )
+    ran = "; ".join(f"{count} layers: {path}" for path, count in result["paths"].items())
+    return table(title, head, rows) + f"\n\n  ran: {ran}; {result['seconds']:.1f} s"
+
+
+def _with_error(value: float, stderr: float | None) -> str:
+    return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"
+
+
+def _open(model: str, revision: str | None):
+    from tilepress.formats.checkpoint import Checkpoint, locate
+
+    return Checkpoint(locate(model, revision))
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is no device", "use cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"--device {name}, but torch sees no card",
+            "use --device cpu; `tilepress env` shows what torch sees",
+        )
+    return name
+
+
+def _dtype(name: str):
+    import torch
+
+    known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise UsageError(f"--dtype {name} is unknown", f"choose one of {', '.join(known)}")
+    return known[name]
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
+    return value
+
+
+def _default_seqlen(config: dict) -> int:
+    text = config.get("text_config", config)
+    return min(2048, text.get("max_position_embeddings") or text.get("n_positions") or 2048)
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which worker this is: flags first, then what schedulers set."""
+
+    def first(given: int | None, names: tuple[str, ...]) -> int | None:
+        return (
+            given
+            if given is not None
+            else next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+        )
+
+    world = first(world_size, ("WORLD_SIZE", "SLURM_NTASKS"))
+    at = first(rank, ("RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"))
+    if at is not None and world is None:
+        raise UsageError(f"rank {at}, but how many workers?", "add --world-size N")
+    at, world = at or 0, world or 1
+    if not 0 <= at < world:
+        raise UsageError(
+            f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size"
+        )
+    return at, world
+
+
+def main() -> None:
+    """Entry point: runs the command and turns every failure into two lines and an exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        writes = any(word in sys.argv for word in ("prune", "convert"))
+        command = " ".join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
+        say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        if os.environ.get("TILEPRESS_DEBUG") == "1":
+            raise
+        code = _explain(error)
+    sys.exit(code or 0)
+
+
+def _explain(error: Exception) -> int:
+    if isinstance(error, TilepressError):
+        say(f"error: {error.message}")
+        if error.hint:
+            say(f"hint: {error.hint}")
+        return error.exit_code
+    if hasattr(error, "format_message"):  # a usage error that typer found in the words themselves
+        say(f"error: {error.format_message()}")
+        say("hint: add --help to the command to see what it takes")
+        return 2
+    first = (str(error).strip().splitlines() or [""])[0]
+    say(f"error: {type(error).__name__}: {first}")
+    say("hint: this was not foreseen; TILEPRESS_DEBUG=1 shows where it happened")
+    return 1
+
+
+if __name__ == "__main__":
+    main()

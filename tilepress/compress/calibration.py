@@ -1,0 +1,66 @@
+"""Text for calibration and evaluation: one loader for every command, through `datasets`.
+
+A source is a local `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id, optionally with configuration and split:
+`Salesforce/wikitext:wikitext-2-raw-v1:test`. Tables need a column `text`; a `.txt` file is one document.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tilepress.formats import TilepressError, UsageError
+
+WIKITEXT2 = "Salesforce/wikitext:wikitext-2-raw-v1:test"
+_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def documents(source: str, column: str = "text") -> Iterator[str]:
+    """The documents of a source, streamed. Raises UsageError for a source that cannot be read as text."""
+    from datasets import load_dataset
+
+    path = Path(source).expanduser()
+    try:
+        if path.suffix in _BUILDERS:
+            if not path.is_file():
+                raise UsageError(
+                    f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id"
+                )
+            options = {"sample_by": "document"} if path.suffix == ".txt" else {}
+            rows = load_dataset(
+                _BUILDERS[path.suffix], data_files=str(path), split="train", streaming=True, **options
+            )
+        else:
+            name, config, split = (*source.split(":"), "", "")[:3]
+            rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+        for row in rows:
+            if not isinstance(row.get(column), str):
+                raise UsageError(
+                    f"{source} has no text column {column!r}; its columns are {', '.join(map(str, row))}",
+                    "rename the column to `text`",
+                )
+            yield row[column]
+    except TilepressError:
+        raise
+    except Exception as error:
+        why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"cannot read the text of {source}: {why}",
+            "give --dataset a .txt, .jsonl or .parquet file with a column `text`, or a hub id you can reach",
+        ) from error
+
+
+def token_ids(tokenizer, source: str, at_least: int | None = None, joiner: str = "\n\n") -> list[int]:
+    """The documents joined and tokenized at once; with `at_least`, no more of the text than gives so many tokens."""
+    parts: list[str] = []
+    length, wanted = 0, None if at_least is None else 8 * at_least
+    for text in documents(source):
+        parts.append(text)
+        length += len(text)
+        if wanted is not None and length > wanted:
+            ids = tokenizer(joiner.join(parts))["input_ids"]
+            # The last document may be cut differently with what follows it: ask for a few tokens more than needed.
+            if len(ids) > at_least + 64:
+                return ids
+            wanted *= 2
+    if not parts:
+        raise UsageError(f"{source} has no documents", "give another --dataset")
+    return tokenizer(joiner.join(parts))["input_ids"]

@@ -1,0 +1,151 @@
+"""Unstructured magnitude pruning of every linear weight: the recipe behind `tilepress compress prune`.
+
+`sparsity` is the share of zeros: per weight (`layer`), per output row (`row`), or over all of them together (`global`). The count
+of zeros is round(sparsity * elements), met to the element; a weight that has more zeros already keeps them. The baseline of the
+field: Han et al. 2015 (arXiv 1506.02626); uniform per layer is what published comparisons mean by "magnitude".
+"""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
+from tilepress.compress.shards import Plan, Progress, source_mtime
+from tilepress.compress.targets import Target
+from tilepress.formats import UsageError, tiled_csl
+from tilepress.formats.artifact import write_atomic
+from tilepress.formats.checkpoint import Checkpoint
+
+SCOPES = ("layer", "row", "global")
+METHODS = ("magnitude",)
+LAYOUTS = ("tiled-csl", "dense")
+
+
+@dataclass(frozen=True)
+class PruneRecipe:
+    sparsity: float  # in [0, 1)
+    scope: str = "layer"  # layer | row | global
+    method: str = "magnitude"
+    layout: str = "tiled-csl"  # tiled-csl | dense
+    dtype: torch.dtype | None = None  # cast floating tensors to it first
+    ignore: tuple[str, ...] = ("lm_head",)
+
+    command = "compress prune"
+
+    def __post_init__(self):
+        if not 0 <= self.sparsity < 1:
+            raise UsageError(
+                f"sparsity {self.sparsity:g} is not in [0, 1)", "0.6 prunes 60 % of the weights: --sparsity 0.6"
+            )
+        for value, choices, flag in (
+            (self.scope, SCOPES, "scope"),
+            (self.method, METHODS, "method"),
+            (self.layout, LAYOUTS, "format"),
+        ):
+            if value not in choices:
+                raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+
+    def settings(self) -> dict:
+        return {
+            "sparsity": self.sparsity,
+            "scope": self.scope,
+            "method": self.method,
+            "format": self.layout,
+            "ignore": list(self.ignore),
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+        }
+
+    def expected_density(self) -> float:
+        return 1 - self.sparsity
+
+    def count(self, elements: int) -> int:
+        """How many of so many elements are pruned."""
+        return round(self.sparsity * elements)
+
+    def check(self, targets: list[Target]) -> None:
+        """Refuses before the work starts what cannot be stored."""
+        wide = [
+            t.name
+            for t in targets
+            if self.layout == "tiled-csl" and (self.dtype or t.dtype) not in tiled_csl.VALUE_DTYPES
+        ]
+        if wide:
+            raise UsageError(
+                f"{len(wide)} weights are {str(targets[0].dtype).removeprefix('torch.')}, which Tiled-CSL does not store: {', '.join(wide[:3])}{' …' if len(wide) > 3 else ''}",
+                "convert on the way with --dtype bfloat16 (or float16), or write --format dense",
+            )
+
+    def prepare(self, plan: Plan, work: Path, device: str, progress: Progress) -> dict:
+        """For `global` the threshold over all targets: {name: Threshold}; else nothing.
+
+        Each shard's histogram is a file in the work folder, so ranks share them and a resumed run finds them.
+        """
+        if self.scope != "global":
+            return {}
+        dtypes = {self.dtype or target.dtype for target in plan.targets}
+        wide = dtypes not in ({torch.bfloat16}, {torch.float16})
+        count = self.count(sum(target.elements for target in plan.targets))
+        files = self._histograms(plan, work, device, progress, wide, None)
+        key, ties = _sum(files, wide, None).locate(count)
+        last = key
+        if wide:
+            files = self._histograms(plan, work, device, progress, wide, key)
+            last, ties = _sum(files, wide, key).locate(ties)
+            key = key << 16 | last
+        quota = {}
+        for shard, path in zip(plan.shards, files, strict=True):
+            quota[shard.number] = min(ties, int(np.load(path)[last]))
+            ties -= quota[shard.number]
+        return {
+            "key": key,
+            "wide": wide,
+            "ties": quota,
+            "shard": {
+                job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target
+            },
+        }
+
+    def _histograms(
+        self, plan: Plan, work: Path, device: str, progress: Progress, wide: bool, prefix: int | None
+    ) -> list[Path]:
+        checkpoint, files = Checkpoint(plan.source), []
+        for shard in plan.shards:
+            path = (
+                work
+                / f"magnitudes-{'all' if prefix is None else prefix}-{shard.number:05d}-{source_mtime(plan, shard)}.npy"
+            )
+            if not path.exists():
+                counts = Histogram(wide, prefix)
+                for job in shard.jobs:
+                    if job.target:
+                        progress(f"magnitudes of {job.target.name}", 0)
+                        weight = checkpoint.dense(job.weight, device)
+                        counts.add(weight.to(self.dtype or weight.dtype), job.target.name)
+                buffer = io.BytesIO()
+                np.save(buffer, counts.counts.numpy())
+                write_atomic(path, buffer.getvalue())
+            files.append(path)
+        return files
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> tuple[Tensor, dict]:
+        """The pruned copy of a weight [rows, cols] and what the manifest says about it."""
+        if self.scope == "row":
+            pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
+        elif self.scope == "global":
+            shard = state["shard"][target.name]
+            pruned, stats = prune(weight, Threshold(state["key"], state["ties"][shard], state["wide"]))
+            state["ties"][shard] -= stats.ties
+        else:
+            pruned, stats = prune(weight, layer_threshold(weight, self.count(target.elements), target.name))
+        return pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)}
+
+
+def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:
+    total = Histogram(wide, prefix)
+    for path in files:
+        total.counts += torch.from_numpy(np.load(path))
+    return total

@@ -1,0 +1,1 @@
+"""What an artifact costs and brings: perplexity, structure, verification."""

@@ -1,0 +1,87 @@
+"""What a checkpoint or artifact holds, from headers and manifest alone: nothing is read that grows with the model."""
+
+from dataclasses import dataclass
+from math import prod
+
+from tilepress.formats.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """One weight. What only a manifest can tell is None without one."""
+
+    name: str
+    layout: str  # dense | tiled-csl
+    shape: tuple[int, ...]  # packed: (out_features, in_features)
+    dtype: str  # of the values
+    bytes: int
+    sparsity: float | None = None  # share of zeros
+    densest_tile: float | None = None  # non-zeros of the fullest tile, as a share of the tile
+    wavefronts_per_32: float | None = (
+        None  # shared-memory wavefronts per 32 non-zeros when the kernel scatters a tile; 1.0 is ideal
+    )
+    error: float | None = None  # relative Frobenius error against the source
+
+
+@dataclass(frozen=True)
+class Inspection:
+    path: str
+    architecture: str
+    made_by: str | None  # command and settings, from the manifest
+    shards: int
+    rows: tuple[WeightRow, ...]
+    left_alone: dict[str, str]  # name: reason
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def elements(self) -> int:
+        return sum(prod(row.shape) for row in self.rows)
+
+
+def inspect(checkpoint: Checkpoint) -> Inspection:
+    """Describes every weight of a dense or compressed checkpoint."""
+    manifest = checkpoint.manifest or {}
+    records = {record["name"]: record for record in manifest.get("tensors", [])}
+    rows = []
+    for weight in checkpoint.weights.values():
+        record = records.get(weight.name, {})
+        if weight.layout == "dense":
+            entry = weight.entries[0]
+            shape, dtype, tile = entry.shape, str(entry.dtype).removeprefix("torch."), None
+        else:
+            packed = checkpoint.packed(weight)
+            shape, dtype, tile = (
+                (packed.rows, packed.cols),
+                str(packed.dtype).removeprefix("torch."),
+                packed.tile_rows * 64,
+            )
+        nonzeros = record.get("nonzeros")
+        rows.append(
+            WeightRow(
+                weight.name,
+                weight.layout,
+                shape,
+                dtype,
+                weight.nbytes,
+                None if nonzeros is None or not prod(shape) else 1 - nonzeros / prod(shape),
+                record["densest_tile"] / tile if tile and "densest_tile" in record else None,
+                32 * record["wavefronts"] / nonzeros if nonzeros and "wavefronts" in record else None,
+                record.get("error"),
+            )
+        )
+    made_by = None
+    if manifest:
+        made_by = manifest["command"] + "".join(
+            f" {key}={value}" for key, value in manifest["settings"].items() if value not in (None, [])
+        )
+    return Inspection(
+        str(checkpoint.path),
+        ", ".join(checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]),
+        made_by,
+        len(checkpoint.shards),
+        tuple(rows),
+        {item["name"]: item["reason"] for item in manifest.get("left_alone", [])},
+    )

@@ -1,0 +1,231 @@
+"""Perplexity, and how far a compressed model is from its base, window by window.
+
+Recipe `gptq` (what pruning and quantization papers report): documents joined by a blank line, tokenized once, cut into windows
+without overlap, the tail dropped; every token but a window's first is scored. Recipe `strided` (transformers' documentation):
+windows overlap, only the tokens new to a window are scored, so each has at least `seqlen - stride` of context. The two are never
+comparable with each other, nor across tokenizers: that is what bits per byte is for.
+
+Log-softmax is computed in float32 and sums in float64. Errors are standard errors over windows (windows are what is nearly
+independent, tokens are not); against a base they are paired, which removes the text's own variance.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilepress.compress.calibration import token_ids
+from tilepress.formats import TilepressError, UsageError
+
+_TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
+RECIPES = ("gptq", "strided")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Everything that decides a perplexity besides the model."""
+
+    dataset: str
+    recipe: str = "gptq"  # gptq | strided
+    seqlen: int = 2048  # tokens of a window
+    stride: int | None = None  # tokens between windows; gptq: seqlen, strided: seqlen / 4 unless given
+    limit: int | None = None  # windows at most
+
+    def __post_init__(self):
+        if self.recipe not in RECIPES:
+            raise UsageError(f"--recipe {self.recipe} is unknown", f"choose one of {', '.join(RECIPES)}")
+        if self.seqlen < 2 or (self.limit is not None and self.limit < 1):
+            raise UsageError(
+                f"seqlen {self.seqlen} and limit {self.limit} give nothing to score",
+                "use --seqlen 2 or more and --limit 1 or more",
+            )
+        step = self.stride or (self.seqlen if self.recipe == "gptq" else max(self.seqlen // 4, 1))
+        if self.recipe == "gptq" and step != self.seqlen:
+            raise UsageError(
+                "recipe gptq has windows without overlap", "leave --stride out, or use --recipe strided"
+            )
+        if not 1 <= step <= self.seqlen:
+            raise UsageError(
+                f"stride {step} is not in 1..{self.seqlen}",
+                "each window must reach the next: --stride at most --seqlen",
+            )
+        object.__setattr__(self, "stride", step)
+
+    def windows(self, num_tokens: int) -> list[tuple[int, int, int]]:
+        """(first token, end, first scored token) of each window over so many tokens."""
+        if self.recipe == "gptq":
+            spans = [(a, a + self.seqlen, a + 1) for a in range(0, num_tokens - self.seqlen + 1, self.seqlen)]
+        else:
+            spans, scored = [], 1
+            for a in range(0, num_tokens, self.stride):
+                end = min(a + self.seqlen, num_tokens)
+                if end > scored:
+                    spans.append((a, end, scored))
+                scored = end
+                if end == num_tokens:
+                    break
+        return spans[: self.limit]
+
+
+class WindowSums:
+    """Sums of a per-token quantity by window: their mean over tokens and its standard error over windows."""
+
+    def __init__(self):
+        self.sums: list[float] = []
+        self.counts: list[int] = []
+
+    def add(self, total: float, count: int) -> None:
+        self.sums.append(total)
+        self.counts.append(count)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.sums) / sum(self.counts)
+
+    @property
+    def stderr(self) -> float | None:
+        """None for a single window. The ratio estimator: windows may differ in length."""
+        n = len(self.sums)
+        if n < 2:
+            return None
+        residuals = np.array(self.sums) - np.array(self.counts) * self.mean
+        return float(math.sqrt(n / (n - 1) * float(residuals @ residuals)) / sum(self.counts))
+
+
+def score(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of each target, nats: logits [n, vocabulary], targets [n] -> float32 [n]."""
+    rows = [
+        torch.nn.functional.cross_entropy(part.float(), want, reduction="none")
+        for part, want in zip(logits.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def divergence(base: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(base || other) of each row in nats, and whether both name the same top token: logits [n, vocabulary] -> [n], [n]."""
+    kl, same = [], []
+    for p, q in zip(base.split(_TOKENS_AT_ONCE), other.split(_TOKENS_AT_ONCE), strict=True):
+        p, q = torch.log_softmax(p.float(), -1), torch.log_softmax(q.float(), -1)
+        kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
+        same.append(p.argmax(-1) == q.argmax(-1))
+    return torch.cat(kl), torch.cat(same)
+
+
+def perplexity(
+    model,
+    tokenizer,
+    protocol: Protocol,
+    base=None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict:
+    """Scores a transformers causal language model, and with `base` compares the two on the same windows.
+
+    `progress(what, windows done, windows in all)`. Returns the object that `eval perplexity --json` prints. Raises UsageError for a
+    text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
+    """
+    _check_fit(model, base, protocol)
+    needed = None if protocol.limit is None else protocol.limit * protocol.stride + protocol.seqlen
+    ids = token_ids(tokenizer, protocol.dataset, needed)
+    spans = protocol.windows(len(ids))
+    if not spans or (protocol.recipe == "strided" and len(ids) < 2):
+        raise UsageError(
+            f"{protocol.dataset} has {len(ids)} tokens, less than one window of {protocol.seqlen}",
+            "give more text or a smaller --seqlen",
+        )
+    nll, base_nll, delta, kl, same = WindowSums(), WindowSums(), WindowSums(), WindowSums(), WindowSums()
+    kl_of_tokens: list[Tensor] = []
+    scored_bytes = 0
+    for done, (first, end, scored) in enumerate(spans):
+        progress("window", done, len(spans))
+        window = torch.tensor([ids[first:end]], device=next(model.parameters()).device)
+        rows = slice(scored - 1 - first, end - 1 - first)
+        count = end - scored
+        scored_bytes += len(tokenizer.decode(ids[scored:end]).encode())
+        logits = _logits(model, window)[rows]
+        losses = score(logits, window[0, scored - first :])
+        if not bool(torch.isfinite(losses).all()):
+            raise TilepressError(
+                f"the model gives non-finite logits in window {done}",
+                "check the artifact: `tilepress verify DIR`",
+            )
+        nll.add(float(losses.double().sum()), count)
+        if base is not None:
+            base_logits = _logits(base, window.to(next(base.parameters()).device))[rows].to(logits.device)
+            base_losses = score(base_logits, window[0, scored - first :])
+            base_nll.add(float(base_losses.double().sum()), count)
+            delta.add(float((losses.double() - base_losses.double()).sum()), count)
+            divergences, agrees = divergence(base_logits, logits)
+            kl.add(float(divergences.double().sum()), count)
+            same.add(float(agrees.sum()), count)
+            kl_of_tokens.append(divergences.cpu())
+    progress("window", len(spans), len(spans))
+    tokens = sum(nll.counts)
+    result = {
+        "perplexity": math.exp(nll.mean),
+        "perplexity_stderr": _times(math.exp(nll.mean), nll.stderr),
+        "nll": nll.mean,
+        "nll_stderr": nll.stderr,
+        "bits_per_byte": nll.mean * tokens / scored_bytes / math.log(2) if scored_bytes else None,
+        "tokens": tokens,
+        "windows": len(spans),
+        "window_nll": [total / count for total, count in zip(nll.sums, nll.counts, strict=True)],
+        "protocol": asdict(protocol)
+        | {
+            "joiner": "\n\n",
+            "bos": bool(ids) and ids[0] == tokenizer.bos_token_id,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(next(model.parameters()).device),
+            "attention": model.config._attn_implementation,
+            "log_softmax": "float32",
+            "tokenizer": type(tokenizer).__name__,
+            "vocabulary": model.config.get_text_config().vocab_size,
+        },
+    }
+    if base is not None:
+        every = torch.cat(kl_of_tokens).double().numpy()
+        result |= {
+            "base": {
+                "perplexity": math.exp(base_nll.mean),
+                "perplexity_stderr": _times(math.exp(base_nll.mean), base_nll.stderr),
+                "nll": base_nll.mean,
+                "nll_stderr": base_nll.stderr,
+            },
+            "delta_nll": delta.mean,
+            "delta_nll_stderr": delta.stderr,
+            "kl_divergence": {
+                "mean": kl.mean,
+                "stderr": kl.stderr,
+                "p99": float(np.quantile(every, 0.99)),
+                "max": float(every.max()),
+            },
+            "top1_agreement": same.mean,
+            "top1_agreement_stderr": same.stderr,
+        }
+    return result
+
+
+def _times(factor: float, stderr: float | None) -> float | None:
+    return None if stderr is None else factor * stderr
+
+
+def _logits(model, window: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(window, use_cache=False).logits[0]
+
+
+def _check_fit(model, base, protocol: Protocol) -> None:
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if longest and protocol.seqlen > longest:
+        raise UsageError(
+            f"windows of {protocol.seqlen} tokens are longer than the model's {longest} positions",
+            f"use --seqlen {longest}",
+        )
+    if base is not None and base.config.get_text_config().vocab_size != config.vocab_size:
+        raise UsageError(
+            f"the models have vocabularies of {config.vocab_size} and {base.config.get_text_config().vocab_size}",
+            "give as --base the model that the artifact was made from",
+        )

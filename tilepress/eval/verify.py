@@ -1,0 +1,201 @@
+"""Does an artifact hold what it declares? Every check runs as far as it can, and every finding is listed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError, tiled_csl
+from tilepress.formats.artifact import sha256_file
+from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, Checkpoint, Weight, read_header, read_json
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at, how often, and what was wrong with it."""
+
+    name: str
+    looked_at: int
+    findings: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+
+def verify(
+    path: Path,
+    base: Path | None = None,
+    reload: bool = True,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Check]:
+    """Checks a finished artifact: files and hashes, headers and index, packed words, declared counts, `base`, loading.
+
+    Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
+    """
+    if not path.is_dir() or not (path / MANIFEST_NAME).exists():
+        raise TilepressError(
+            f"{path} has no {MANIFEST_NAME}",
+            "give a folder that a tilepress command finished; continue an unfinished one with --resume",
+        )
+    manifest = read_json(path / MANIFEST_NAME)
+    source = Checkpoint(base) if base else None
+    checks = [_files(path, manifest, progress), _headers(path, manifest)]
+    try:
+        checkpoint = Checkpoint(path)
+        weights = checkpoint.weights
+    except TilepressError as error:
+        return [*checks, Check("index", 1, (error.message,))]
+    checks.append(Check("index", len(checkpoint.tensors), ()))
+    checks.append(_weights(checkpoint, weights, manifest, progress))
+    if source:
+        pruned = {record["name"] for record in manifest.get("tensors", []) if "zeros" in record}
+        checks.append(_against(checkpoint, weights, source, pruned, progress))
+    if reload and all(check.passed for check in checks):
+        checks.append(_reload(path, len(weights)))
+    return checks
+
+
+def _files(path: Path, manifest: dict, progress: Progress) -> Check:
+    findings, files = [], manifest.get("files", [])
+    for done, file in enumerate(files):
+        progress(f"hash of {file['name']}", done, len(files))
+        found = path / file["name"]
+        if not found.is_file():
+            findings.append(f"{file['name']} is missing")
+        elif found.stat().st_size != file["bytes"]:
+            findings.append(f"{file['name']} has {found.stat().st_size} bytes, declared {file['bytes']}")
+        else:
+            try:
+                digest = sha256_file(found)
+            except OSError as error:
+                findings.append(f"{file['name']} cannot be read: {error.strerror}")
+                continue
+            if digest != file["sha256"]:
+                findings.append(f"{file['name']} has sha256 {digest[:12]}…, declared {file['sha256'][:12]}…")
+    declared = {file["name"] for file in files}
+    findings += [
+        f"{name} is not declared"
+        for name in sorted(p.name for p in path.glob("*.safetensors"))
+        if name not in declared
+    ]
+    return Check("files and hashes", len(files), tuple(findings))
+
+
+def _headers(path: Path, manifest: dict) -> Check:
+    findings, shards = (
+        [],
+        sorted(
+            f["name"]
+            for f in manifest.get("files", [])
+            if f["name"].endswith(".safetensors") and "/" not in f["name"]
+        ),
+    )
+    if not (path / INDEX_NAME).exists():
+        findings.append(f"{INDEX_NAME} is missing")
+    for shard in shards:
+        if (path / shard).exists():
+            try:
+                read_header(path / shard)
+            except TilepressError as error:
+                findings.append(error.message)
+    return Check("headers", len(shards), tuple(findings))
+
+
+def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict, progress: Progress) -> Check:
+    findings = []
+    records = {record["name"]: record for record in manifest.get("tensors", [])}
+    findings += [f"{name} is declared but not stored" for name in sorted(set(records) - set(weights))]
+    for done, weight in enumerate(weights.values()):
+        progress(weight.name, done, len(weights))
+        record = records.get(weight.name)
+        if record is None:
+            findings.append(f"{weight.name} is stored but not declared")
+            continue
+        try:
+            found, problems = _describe(checkpoint, weight)
+        except TilepressError as error:
+            findings.append(error.message)
+            continue
+        findings += [f"{weight.name}: {problem}" for problem in problems]
+        if not problems:
+            findings += [
+                f"{weight.name}: {key} is {value}, declared {record.get(key)}"
+                for key, value in found.items()
+                if record.get(key) != value
+            ]
+    return Check("weights as declared", len(weights), tuple(findings))
+
+
+def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
+    """What a weight is, in the manifest's words, and what is wrong with it."""
+    found = {"layout": weight.layout, "bytes": weight.nbytes}
+    if weight.layout == "dense":
+        tensor = checkpoint.read(weight.name)
+        pieces = tensor.reshape(-1).split(1 << 22)
+        problems = (
+            ["non-finite values"]
+            if tensor.is_floating_point() and not all(bool(torch.isfinite(p.float()).all()) for p in pieces)
+            else []
+        )
+        return found | {
+            "shape": list(tensor.shape),
+            "dtype": _name(tensor),
+            "nonzeros": sum(int(torch.count_nonzero(p)) for p in pieces),
+        }, problems
+    packed = checkpoint.packed(weight)
+    problems, stats = tiled_csl.check(packed)
+    return found | {
+        "shape": [packed.rows, packed.cols],
+        "dtype": str(packed.dtype).removeprefix("torch."),
+        "tile_rows": packed.tile_rows,
+        "nonzeros": stats.nonzeros,
+        "densest_tile": stats.densest_tile,
+        "wavefronts": stats.wavefronts,
+    }, problems
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _against(
+    checkpoint: Checkpoint, weights: dict[str, Weight], source: Checkpoint, pruned: set[str], progress: Progress
+) -> Check:
+    """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype."""
+    findings = []
+    findings += [f"{name} of the base is missing" for name in sorted(set(source.weights) - set(weights))]
+    for done, weight in enumerate(weights.values()):
+        progress(f"{weight.name} against the base", done, len(weights))
+        if weight.name not in source.weights:
+            findings.append(f"{weight.name} is not in the base")
+            continue
+        try:
+            ours, theirs = checkpoint.dense(weight), source.dense(source.weights[weight.name])
+        except (TilepressError, RuntimeError) as error:
+            findings.append(f"{weight.name}: {error}")
+            continue
+        if ours.shape != theirs.shape:
+            findings.append(f"{weight.name} is {list(ours.shape)}, in the base {list(theirs.shape)}")
+            continue
+        wrong = 0
+        for mine, base in zip(ours.reshape(-1).split(1 << 22), theirs.reshape(-1).split(1 << 22), strict=True):
+            differs = mine != base.to(mine.dtype)
+            wrong += int((differs & (mine != 0) if weight.name in pruned else differs).sum())
+        if wrong:
+            findings.append(f"{weight.name}: {wrong} values differ from the base")
+    return Check("kept values equal the base", len(weights), tuple(findings))
+
+
+def _reload(path: Path, count: int) -> Check:
+    from tilepress.runtime.loader import load
+
+    try:
+        load(str(path))
+    except Exception as error:
+        return Check("loads", count, (str(error).splitlines()[0],))
+    return Check("loads", count, ())

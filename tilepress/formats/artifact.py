@@ -1,0 +1,148 @@
+"""Writing an artifact so that a killed run can resume and a half-written folder never loads.
+
+A shard is streamed into a temporary file: the header's room is reserved from the planned sizes, tensors follow one by one, the
+header is written last and padded with spaces (the safetensors format allows that). Then fsync, rename, and a done-record with
+hashes. `config.json` and the manifest come after every shard, so no loader accepts a folder that is not complete.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError
+from tilepress.formats.checkpoint import DTYPE_NAMES
+
+FORMAT_VERSION = 1
+WORK_FOLDER = ".tilepress"  # plan and done-records of an unfinished run
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of a shard to be written: `max_elements` bounds a size that is known only once the tensor is packed."""
+
+    name: str
+    dtype: torch.dtype
+    max_elements: int
+    dims: int = 1
+
+    @property
+    def max_nbytes(self) -> int:
+        return self.max_elements * self.dtype.itemsize
+
+
+@contextmanager
+def disk_errors(path: Path):
+    """Turns an OSError of the body into a TilepressError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TilepressError(
+                f"the disk is full: cannot write {path}",
+                "free some space, then run the same command with --resume",
+            ) from error
+        raise TilepressError(
+            f"cannot write {path}: {error.strerror or error}", "check the folder and its permissions"
+        ) from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a small file through a temporary one, so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+def to_json(value: dict) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def sha256_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            on_bytes(len(block))
+    return digest.hexdigest()
+
+
+class ShardWriter:
+    """Writes one safetensors file tensor by tensor, holding none of them.
+
+    Tensors must be added in the order of `planned`; each may take at most its planned elements.
+    """
+
+    def __init__(self, path: Path, planned: list[PlannedTensor]):
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._planned = planned
+        self._header: dict = {"__metadata__": {"format": "pt"}}
+        widest, offset = dict(self._header), 0
+        for tensor in planned:
+            end = offset + tensor.max_nbytes
+            shape = [tensor.max_elements] + [1] * (tensor.dims - 1)
+            room = "9" * len(str(tensor.max_elements)) if tensor.dims > 1 else None
+            widest[tensor.name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": shape if room is None else [int(room)] * tensor.dims,
+                "data_offsets": [end, end],
+            }
+            offset = end
+        self._room = -(-(len(json.dumps(widest, separators=(",", ":")).encode()) + 8) // 128) * 128 - 8
+        with disk_errors(path):
+            self._file = open(self._temporary, "wb")
+            self._file.seek(8 + self._room)
+        self._offset = 0
+
+    def add(self, name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
+        """Appends a tensor given as consecutive pieces of its elements; returns its bytes. `shape[0]` may be -1: what comes."""
+        planned = self._planned[len(self._header) - 1]
+        assert planned.name == name, (planned.name, name)
+        begin = self._offset
+        with disk_errors(self.path):
+            for piece in pieces:
+                assert piece.dtype == planned.dtype, (name, piece.dtype)
+                data = piece.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+                self._file.write(data)
+                self._offset += data.nbytes
+        nbytes = self._offset - begin
+        if shape and shape[0] == -1:
+            shape = (nbytes // planned.dtype.itemsize, *shape[1:])
+        self._header[name] = {
+            "dtype": DTYPE_NAMES[planned.dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, self._offset],
+        }
+        return nbytes
+
+    def finish(self) -> tuple[int, str]:
+        """Writes the header, makes the file durable and gives it its name; returns its size and sha256."""
+        header = json.dumps(self._header, separators=(",", ":")).encode()
+        assert len(self._header) - 1 == len(self._planned) and len(header) <= self._room
+        with disk_errors(self.path):
+            self._file.seek(0)
+            self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            digest = sha256_file(self._temporary)
+            os.replace(self._temporary, self.path)
+            return self.path.stat().st_size, digest
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,316 @@
+"""Reading a Hugging Face checkpoint folder: strict safetensors headers, shards, index, and weights in whatever layout they have.
+
+Everything is planned from the headers; tensors are memory-mapped when they are read. A header is checked before any of it is
+believed: sizes against the file, offsets in range, no overlap, no hole, no duplicate name. A pickle is never opened.
+
+A *weight* here is what the model calls one: a dense tensor, or the several stored tensors of a packed layout under one name.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tilepress.formats import TilepressError, UsageError, tiled_csl
+
+INDEX_NAME = "model.safetensors.index.json"
+MANIFEST_NAME = "tilepress.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+_REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor as a shard's header declares it."""
+
+    name: str
+    file: str  # shard, relative to the checkpoint folder
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight under its model name, with the stored tensors that make it up."""
+
+    name: str
+    layout: str  # "dense" or "tiled-csl"
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def file(self) -> str:
+        return self.entries[0].file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, checked against the file. Raises TilepressError naming the file and tensor."""
+
+    def refuse(why: str) -> TilepressError:
+        return TilepressError(f"{path.name}: {why}", _REPAIR_HINT)
+
+    def no_duplicates(pairs: list) -> dict:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise refuse(f"duplicate name {next(n for n in names if names.count(n) > 1)!r} in the header")
+        return found
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise refuse(f"truncated: {size} bytes, shorter than a header")
+            length = struct.unpack("<Q", prefix)[0]
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise refuse(f"the header claims {length} bytes, the file has {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise TilepressError(
+            f"cannot read {path}: {error.strerror}", "check the file and its permissions"
+        ) from error
+    try:
+        header = json.loads(raw, object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise refuse("the header is not valid JSON") from error
+    if not isinstance(header, dict):
+        raise refuse("the header is not a JSON object")
+    header.pop("__metadata__", None)
+
+    entries, spans = {}, []
+    for name, info in header.items():
+        try:
+            dtype, shape, (begin, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
+            numbers = [*shape, begin, end]
+            if any(type(n) is not int or n < 0 for n in numbers):
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as error:
+            raise refuse(f"tensor {name!r} is badly described: {str(info)[:120]}") from error
+        nbytes = dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        if nbytes != end - begin or end > size - 8 - length:
+            raise refuse(
+                f"tensor {name!r} {list(shape)} needs {nbytes} bytes, declared at {begin}..{end} of {size - 8 - length}"
+            )
+        entries[name] = TensorEntry(name, path.name, dtype, shape, nbytes)
+        spans.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise refuse(
+                f"tensor {name!r} at {begin}..{end} {'overlaps another' if begin < position else 'leaves a hole'}"
+            )
+        position = end
+    if position != size - 8 - length:
+        raise refuse(f"truncated or padded: the tensors end at {position} of {size - 8 - length} bytes")
+    return entries
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises TilepressError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TilepressError(
+            f"cannot read {path}: {error.strerror}", "check the file and its permissions"
+        ) from error
+    except ValueError as error:
+        raise TilepressError(f"{path} is not valid JSON: {error}", _REPAIR_HINT) from error
+    if not isinstance(value, dict):
+        raise TilepressError(f"{path} does not hold a JSON object", _REPAIR_HINT)
+    return value
+
+
+class Checkpoint:
+    """A checkpoint folder: its config, the tensors that its headers declare, and the weights that they form."""
+
+    def __init__(self, path: Path):
+        """Reads config, index and headers. Raises TilepressError for anything missing, truncated or contradictory."""
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise UsageError(
+                f"{self.path} is not a folder", "give a folder with config.json and *.safetensors, or a hub id"
+            )
+        if not (self.path / "config.json").exists():
+            raise UsageError(
+                f"{self.path} has no config.json",
+                "give the folder that `save_pretrained` wrote"
+                if not (self.path / ".tilepress").exists()
+                else "the artifact is unfinished: run its command again with --resume",
+            )
+        self.config = read_json(self.path / "config.json")
+        self.shards = self._find_shards()
+        self.tensors: dict[str, TensorEntry] = {}
+        for shard in self.shards:
+            for name, entry in read_header(self.path / shard).items():
+                if name in self.tensors:
+                    raise TilepressError(
+                        f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", _REPAIR_HINT
+                    )
+                self.tensors[name] = entry
+        self._check_index()
+        self._open: tuple[str, object] | None = None
+
+    def _find_shards(self) -> list[str]:
+        self.weight_map: dict[str, str] | None = None
+        if (self.path / INDEX_NAME).exists():
+            weight_map = read_json(self.path / INDEX_NAME).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+                raise TilepressError(f"{INDEX_NAME} has no weight_map of names to files", _REPAIR_HINT)
+            self.weight_map = weight_map
+            shards = sorted(set(weight_map.values()))
+            for shard in shards:
+                if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                    raise TilepressError(
+                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder",
+                        _REPAIR_HINT,
+                    )
+                if not (self.path / shard).is_file():
+                    raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", _REPAIR_HINT)
+            return shards
+        files = sorted(p.name for p in self.path.glob("*.safetensors"))
+        if files == ["model.safetensors"] or len(files) == 1:
+            return files
+        if files:
+            raise TilepressError(
+                f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT
+            )
+        pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
+        if pickles:
+            raise UsageError(
+                f"{pickles[0]} is a pickle, which can run code when it is opened; tilepress reads safetensors only",
+                "convert it where you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
+            )
+        raise UsageError(f"{self.path} has no *.safetensors file", "give a folder that holds the weights")
+
+    def _check_index(self) -> None:
+        if self.weight_map is None:
+            return
+        for name, shard in self.weight_map.items():
+            if name not in self.tensors or self.tensors[name].file != shard:
+                where = f"it is in {self.tensors[name].file}" if name in self.tensors else "no shard has it"
+                raise TilepressError(f"{INDEX_NAME} puts tensor {name!r} in {shard}, but {where}", _REPAIR_HINT)
+        extra = next((name for name in self.tensors if name not in self.weight_map), None)
+        if extra:
+            raise TilepressError(
+                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list",
+                _REPAIR_HINT,
+            )
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by its model name, in name order; packed ones with all their parts."""
+        parts_of = {}
+        for name in self.tensors:
+            if all(name + suffix in self.tensors for suffix in tiled_csl.SUFFIXES):
+                parts_of[name] = tuple(self.tensors[name + suffix] for suffix in tiled_csl.SUFFIXES)
+        inner = {entry.name for parts in parts_of.values() for entry in parts[1:]}
+        for name in self.tensors:
+            stem = next((name.removesuffix(s) for s in tiled_csl.SUFFIXES[1:] if name.endswith(s)), None)
+            if stem is not None and name not in inner:
+                raise TilepressError(
+                    f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
+                )
+        return {
+            name: Weight(
+                name, *(("tiled-csl", parts_of[name]) if name in parts_of else ("dense", (self.tensors[name],)))
+            )
+            for name in sorted(self.tensors)
+            if name not in inner
+        }
+
+    @cached_property
+    def manifest(self) -> dict | None:
+        """`tilepress.json`, or None for a checkpoint that no tilepress command finished."""
+        return read_json(self.path / MANIFEST_NAME) if (self.path / MANIFEST_NAME).exists() else None
+
+    def read(self, name: str) -> Tensor:
+        """One stored tensor, memory-mapped on CPU."""
+        file = self.tensors[name].file
+        try:
+            if self._open is None or self._open[0] != file:
+                self._open = (file, safe_open(self.path / file, framework="pt"))
+            return self._open[1].get_tensor(name)
+        except Exception as error:
+            raise TilepressError(f"cannot read tensor {name!r} from {file}: {error}", _REPAIR_HINT) from error
+
+    def packed(self, weight: Weight) -> tiled_csl.TiledCSL:
+        """The stored tensors of a packed weight, with their shapes checked."""
+        return tiled_csl.from_parts(*(self.read(entry.name) for entry in weight.entries), name=weight.name)
+
+    def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:
+        """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
+        if weight.layout == "dense":
+            return self.read(weight.name).to(device)
+        packed = self.packed(weight).to(device)
+        tensor = tiled_csl.unpack(packed)
+        return tensor.t().contiguous() if packed.transposed else tensor
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """A local folder as it is, or a hub id as its downloaded snapshot. Raises UsageError if there is neither."""
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        return path
+    from huggingface_hub import snapshot_download
+
+    patterns = [
+        "*.json",
+        "*.safetensors",
+        "*.model",
+        "*.txt",
+        "*.jinja",
+        "*.md",
+        "*.py",
+        "LICENSE*",
+        "kv_cache/*",
+    ]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise UsageError(
+            f"{model!r} is neither a folder nor a model that the hub answers for ({type(error).__name__})",
+            "check the path; for a hub id check the name, the network and HF_TOKEN",
+        ) from error
+
+
+def module_path(tensor_name: str, known: set[str], prefix: str) -> str | None:
+    """The model's module that a stored `….weight` belongs to, or None.
+
+    Checkpoints may leave out the base model's prefix, or have it where the model does not (`transformer.h.0…` and `h.0…`).
+    """
+    path = tensor_name.removesuffix(".weight")
+    for candidate in (path, f"{prefix}.{path}", path.removeprefix(f"{prefix}.")):
+        if candidate in known:
+            return candidate
+    return None

@@ -1,0 +1,200 @@
+"""How transformers' from_pretrained learns to load an artifact (transformers 5, `quant_method: tilepress`).
+
+Before the weights are read, the shards' headers tell which weights are packed and how large; their modules are replaced on the
+meta device by packed ones with the same names and exact shapes. From there the ordinary loader does everything: shards,
+device_map, tied embeddings, saving. Anything missing, unexpected or of another shape raises: a model with a random layer
+is worse than none.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tilepress.formats import TilepressError
+from tilepress.formats.artifact import FORMAT_VERSION
+from tilepress.formats.checkpoint import DTYPE_NAMES, MANIFEST_NAME, Checkpoint, Weight, module_path
+from tilepress.formats.tiled_csl import TiledCSL, check_offsets, from_parts
+from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
+
+METHOD = "tilepress"
+_EXPERT = re.compile(r"^(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)\.weight$")
+_VERIFY = "`tilepress verify DIR` lists every finding"
+
+
+def register() -> None:
+    """Makes from_pretrained know artifacts; calling it again does nothing."""
+    if METHOD in AUTO_QUANTIZER_MAPPING:
+        return
+    register_quantization_config(METHOD)(TilepressConfig)
+    register_quantizer(METHOD)(TilepressQuantizer)
+
+
+class TilepressConfig(QuantizationConfigMixin):
+    """`quantization_config` of an artifact. Unknown keys are kept, so that an older reader does not break a newer file."""
+
+    def __init__(self, format_version: int = FORMAT_VERSION, value_dtypes: list[str] | None = None, **extra):
+        self.quant_method = METHOD
+        self.format_version = format_version
+        self.value_dtypes = value_dtypes or []
+        for key, value in extra.items():
+            if key != "quant_method":
+                setattr(self, key, value)
+
+
+class TilepressQuantizer(HfQuantizer):
+    requires_calibration = True  # from_pretrained(dense, quantization_config=...) is refused
+
+    def validate_environment(self, *args, **kwargs):
+        version = self.quantization_config.format_version
+        if version > FORMAT_VERSION:
+            raise TilepressError(
+                f"the artifact has format version {version}, this tilepress reads up to {FORMAT_VERSION}",
+                "upgrade tilepress",
+            )
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if not checkpoint_files:
+            raise TilepressError("the artifact's shards were not found", _VERIFY)
+        checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+        check_sizes(checkpoint)
+        replace_packed(model, checkpoint)
+        adjust = model._adjust_missing_and_unexpected_keys
+
+        def refuse_any(loading_info):
+            adjust(loading_info)
+            for what in ("missing", "unexpected", "mismatched"):
+                keys = sorted(str(key) for key in getattr(loading_info, f"{what}_keys"))
+                if keys:
+                    raise TilepressError(
+                        f"{len(keys)} {what} tensors in {checkpoint.path.name}: {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}",
+                        _VERIFY,
+                    )
+
+        # The one place where the loader's final list is known before it returns a model.
+        model._adjust_missing_and_unexpected_keys = refuse_any
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        model.__dict__.pop("_adjust_missing_and_unexpected_keys", None)
+        for name, module in model.named_modules():
+            if isinstance(module, TiledCSLLinear) and module.weight.device.type != "meta":
+                problem = check_offsets(module.weight_offsets, module.weight.numel())
+                if problem:
+                    raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
+        return model
+
+    def update_parallel_plan(self, model, plan):
+        if plan and getattr(model, "_tp_size", None):
+            raise TilepressError(
+                "packed weights cannot be split by transformers' tensor parallelism",
+                "load on one device, or convert --to dense first",
+            )
+
+    def is_serializable(self):
+        return True
+
+    @property
+    def is_trainable(self):
+        return False
+
+    @property
+    def is_compileable(self):
+        return True
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Compares the shards with the manifest, where there is one, by size: hashes are `verify`'s business."""
+    for file in (checkpoint.manifest or {}).get("files", []):
+        path = checkpoint.path / file["name"]
+        if file["name"] in checkpoint.shards and path.stat().st_size != file["bytes"]:
+            raise TilepressError(
+                f"{file['name']} has {path.stat().st_size} bytes, {MANIFEST_NAME} declares {file['bytes']}",
+                _VERIFY,
+            )
+
+
+def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Puts packed modules, empty on the meta device, where the checkpoint has packed weights.
+
+    Raises TilepressError for a packed weight that has no place in the model, or a place of another shape.
+    """
+    modules = dict(model.named_modules())
+    experts: dict[str, dict[str, dict[str, TiledCSLLinear]]] = {}
+    for weight in checkpoint.weights.values():
+        if weight.layout == "dense":
+            continue
+        packed = _empty(checkpoint, weight)
+        path = module_path(weight.name, set(modules), model.base_model_prefix)
+        if path is not None:
+            module = modules[path]
+            shape = {torch.nn.Linear: lambda m: m.weight.shape, Conv1D: lambda m: m.weight.shape[::-1]}.get(
+                type(module)
+            )
+            if shape is None or tuple(shape(module)) != (packed.rows, packed.cols):
+                found = type(module).__name__ if shape is None else tuple(shape(module))
+                raise TilepressError(
+                    f"{weight.name} is packed as {packed.rows} x {packed.cols}, the model has {found}", _VERIFY
+                )
+            model.set_submodule(
+                path,
+                TiledCSLLinear(
+                    packed, module.bias is not None, None if module.bias is None else module.bias.dtype
+                ),
+            )
+        elif match := _EXPERT.match(weight.name):
+            linears = experts.setdefault(_experts_path(modules, match["path"], weight.name), {}).setdefault(
+                match["number"], {}
+            )
+            linears[match["linear"]] = TiledCSLLinear(packed, bias=False)
+        else:
+            raise TilepressError(
+                f"{weight.name} is packed, but {type(model).__name__} has no linear layer of that name", _VERIFY
+            )
+    for path, numbered in experts.items():
+        original = modules[path]
+        complete = len(numbered) == getattr(original, "num_experts", None) and any(
+            all(set(names) == set(linears) for linears in numbered.values()) for names in PackedExperts.NAMES
+        )
+        usual = (
+            hasattr(original, "act_fn")
+            and getattr(original, "is_concatenated", True)
+            and getattr(original, "has_gate", True)
+            and not getattr(original, "has_bias", False)
+        )
+        if not complete or not usual:
+            raise TilepressError(
+                f"the packed experts of {path} ({type(original).__name__}) cannot be run as they are",
+                "compress again with --ignore '*.experts.*', or convert --to dense",
+            )
+        model.set_submodule(path, PackedExperts(original, numbered))
+
+
+def _empty(checkpoint: Checkpoint, weight: Weight) -> TiledCSL:
+    words, offsets, layout = weight.entries
+    for entry in (words, offsets):
+        if entry.dtype != torch.int32 or len(entry.shape) != 1:
+            raise TilepressError(
+                f"{entry.name} is {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}, expected I32 with one dimension",
+                _VERIFY,
+            )
+    return from_parts(
+        torch.empty(words.shape, dtype=torch.int32, device="meta"),
+        torch.empty(offsets.shape, dtype=torch.int32, device="meta"),
+        checkpoint.read(layout.name),
+        weight.name,
+    )
+
+
+def _experts_path(modules: dict, stored: str, name: str) -> str:
+    """The model's module for experts stored under `stored`: the same path, or the one experts module of the same layer."""
+    if stored in modules:
+        return stored
+    layer = re.search(r"\.(\d+)\.", stored)
+    same_layer = [path for path in modules if path.endswith(".experts") and layer and f".{layer[1]}." in path]
+    if len(same_layer) != 1:
+        raise TilepressError(f"{name} belongs to experts that the model does not have", _VERIFY)
+    return same_layer[0]

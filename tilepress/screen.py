@@ -1,0 +1,96 @@
+"""How words reach the terminal: progress, tables, errors. Only cli.py uses it. Words go to stderr, results to stdout."""
+
+import sys
+import time
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Bar:
+    """A progress bar with the item at hand and the time left; plain lines every few seconds where stderr is no terminal."""
+
+    def __init__(self, title: str, total: int, quiet: bool):
+        self.title, self.total, self.quiet = title, max(total, 1), quiet
+        self.done, self._started, self._printed, self._live = 0, time.monotonic(), time.monotonic(), None
+
+    def __enter__(self) -> "Bar":
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f}%"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[item]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._live.add_task(self.title, total=self.total, item="")
+            self._live.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._live:
+            self._live.stop()
+        elif not self.quiet and not any(error):
+            say(f"{self.title}: done in {time.monotonic() - self._started:.1f} s")
+
+    def step(self, item: str, amount: int) -> None:
+        self.at(item, self.done + amount)
+
+    def at(self, item: str, done: int, total: int | None = None) -> None:
+        self.done, self.total = done, total or self.total
+        now = time.monotonic()
+        if self._live:
+            self._live.update(self._task, completed=self.done, total=self.total, item=item)
+        elif not self.quiet and now - self._printed > _PLAIN_EVERY_S:
+            self._printed = now
+            left = (now - self._started) / self.done * (self.total - self.done) if self.done else None
+            say(
+                f"{self.title}: {100 * self.done // self.total} %  {item}"
+                + (f"  about {left:.0f} s left" if left is not None else "")
+            )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Aligned plain text: the first column to the left, the others to the right. The same in a terminal, a pipe and a README."""
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    lines = [title, ""] if title else []
+    for row in [columns, *rows]:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def quiet_libraries() -> None:
+    """transformers and datasets draw bars and warn on their own: one voice is enough."""
+    import logging
+    import os
+    import warnings
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
