@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,9 +32,7 @@ app.add_typer(evaluate, name="eval")
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
 ]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)
-]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -52,13 +51,11 @@ Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard
 Rank = Annotated[
     int | None,
     typer.Option(
-        help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]",
-        show_default=False,
+        help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
     ),
 ]
 WorldSize = Annotated[
-    int | None,
-    typer.Option(help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False),
+    int | None, typer.Option(help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
@@ -108,23 +105,8 @@ def prune(
 
     screen.quiet_libraries()
     targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
-    _run(
-        checkpoint,
-        output,
-        recipe,
-        targets,
-        left,
-        "pruning",
-        device,
-        workers,
-        rank,
-        world_size,
-        overwrite,
-        resume,
-        dry_run,
-        json_,
-        quiet,
-    )
+    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
+    _write_artifact(checkpoint, recipe, targets, left, "pruning", how)
 
 
 @app.command(epilog="Example: tilepress convert pruned -o dense --to dense")
@@ -162,45 +144,23 @@ def convert(
 
         screen.quiet_libraries()
         targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
-    _run(
-        checkpoint,
-        output,
-        recipe,
-        targets,
-        left,
-        "converting",
-        device,
-        workers,
-        rank,
-        world_size,
-        overwrite,
-        resume,
-        dry_run,
-        json_,
-        quiet,
-    )
+    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
+    _write_artifact(checkpoint, recipe, targets, left, "converting", how)
 
 
-@evaluate.command(
-    epilog="Example: tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
-)
+@evaluate.command(epilog="Example: tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024")
 def perplexity(
     model: Model,
     base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Compare with this model, window by window.", show_default=False),
+        str | None, typer.Option(metavar="MODEL", help="Compare with this model, window by window.", show_default=False)
     ] = None,
     dataset: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|HUB_ID", help="A .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]."
-        ),
+        str, typer.Option(metavar="FILE|HUB_ID", help="A .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].")
     ] = "Salesforce/wikitext:wikitext-2-raw-v1:test",
     recipe: Annotated[
         str,
         typer.Option(
-            metavar="gptq|strided",
-            help="gptq: windows without overlap, as papers report; strided: overlapping.",
+            metavar="gptq|strided", help="gptq: windows without overlap, as papers report; strided: overlapping."
         ),
     ] = "gptq",
     seqlen: Annotated[
@@ -211,18 +171,12 @@ def perplexity(
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens between windows (strided).  [default: a quarter of seqlen]", show_default=False
-        ),
+        typer.Option(help="Tokens between windows (strided).  [default: a quarter of seqlen]", show_default=False),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Score so many windows at most.", show_default=False)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Score so many windows at most.", show_default=False)] = None,
     max_increase: Annotated[
         str | None,
-        typer.Option(
-            metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False
-        ),
+        typer.Option(metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False),
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
@@ -247,11 +201,7 @@ def perplexity(
 
     from tilepress.eval.perplexity import perplexity as measure
 
-    options = {
-        "device": _device(device),
-        "dtype": _dtype(dtype) or "auto",
-        "trust_remote_code": trust_remote_code,
-    }
+    options = {"device": _device(device), "dtype": _dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
     other = load(base, **options) if base else None
@@ -264,15 +214,10 @@ def perplexity(
         ) from error
     with Bar("perplexity", 1, quiet) as bar:
         result = measure(subject, tokenizer, protocol, other, bar.at)
-    result = {
-        "model": model,
-        **result,
-        "paths": paths(subject),
-        "seconds": round(time.monotonic() - started, 2),
-    }
+    result = {"model": model, **result, "paths": paths(subject), "seconds": round(time.monotonic() - started, 2)}
     if other is not None:
         result["base"] = {"model": base, **result["base"], "paths": paths(other)}
-    print(json.dumps(result, indent=2) if json_ else _perplexity_table(result))
+    print(json.dumps(result, indent=2) if json_ else screen.perplexity_text(result))
     if allowed is not None and result["perplexity"] > result["base"]["perplexity"] * (1 + allowed):
         increase = result["perplexity"] / result["base"]["perplexity"] - 1
         say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
@@ -287,37 +232,8 @@ def inspect(model: Model, revision: Revision = None, json_: Json = False) -> Non
     from tilepress.eval.inspect import inspect as look
 
     found = look(_open(model, revision))
-    if json_:
-        print(json.dumps(asdict(found) | {"bytes": found.bytes, "elements": found.elements}, indent=2))
-        return
-
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    rows = [
-        [
-            row.name,
-            " x ".join(map(str, row.shape)),
-            row.layout,
-            row.dtype,
-            cell(row.sparsity, ".2%"),
-            size(row.bytes),
-            cell(row.densest_tile, ".1%"),
-            cell(row.wavefronts_per_32, ".3f"),
-        ]
-        for row in found.rows
-    ]
-    print(
-        table(
-            f"{found.path}: {found.architecture}, {found.shards} shard{'s' if found.shards > 1 else ''}"
-            + (f", by {found.made_by}" if found.made_by else ""),
-            ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"],
-            rows,
-        )
-    )
-    print(
-        f"\n  {found.elements:,} elements, {size(found.bytes)}, {8 * found.bytes / max(found.elements, 1):.2f} bits per weight"
-    )
+    facts = asdict(found) | {"bytes": found.bytes, "elements": found.elements}
+    print(json.dumps(facts, indent=2) if json_ else screen.inspection_text(facts))
 
 
 @app.command()
@@ -325,9 +241,7 @@ def verify(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="A finished artifact.", show_default=False)],
     base: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="Also compare every kept value with this source.", show_default=False
-        ),
+        typer.Option(metavar="MODEL", help="Also compare every kept value with this source.", show_default=False),
     ] = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -346,12 +260,7 @@ def verify(
                     "path": str(model),
                     "passed": all(c.passed for c in checks),
                     "checks": [
-                        {
-                            "name": c.name,
-                            "looked_at": c.looked_at,
-                            "passed": c.passed,
-                            "findings": list(c.findings),
-                        }
+                        {"name": c.name, "looked_at": c.looked_at, "passed": c.passed, "findings": list(c.findings)}
                         for c in checks
                     ],
                 },
@@ -429,11 +338,7 @@ def demo(
     started = time.monotonic()
     with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
         rows = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet)
-    print(
-        table(
-            "", ["model", "weights", "of dense", "zeros", "perplexity", "KL divergence", "same top token"], rows
-        )
-    )
+    print(table("", ["model", "weights", "of dense", "zeros", "perplexity", "KL divergence", "same top token"], rows))
     print(
         f"\n  {len(values)} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
         + (f"; they are in {output}" if output else "; keep them with -o DIR")
@@ -451,13 +356,9 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
             say("$ tilepress " + " ".join(words))
         captured = io.StringIO()
         with contextlib.redirect_stdout(captured):
-            code = app(
-                [*words, "--json", "-q"] if words[0] != "inspect" else [*words, "--json"], standalone_mode=False
-            )
+            code = app([*words, "--json", "-q"] if words[0] != "inspect" else [*words, "--json"], standalone_mode=False)
         if code:
-            raise TilepressError(
-                f"`tilepress {' '.join(words)}` ended with {code}", "run it by itself to see why"
-            )
+            raise TilepressError(f"`tilepress {' '.join(words)}` ended with {code}", "run it by itself to see why")
         return json.loads(captured.getvalue())
 
     protocol = ["--dataset", str(text), "--seqlen", "1024"]
@@ -474,7 +375,7 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
                     size(dense["bytes"]),
                     "100.0%",
                     "-",
-                    _with_error(measured["base"]["perplexity"], measured["base"]["perplexity_stderr"]),
+                    screen.with_error(measured["base"]["perplexity"], measured["base"]["perplexity_stderr"]),
                     "-",
                     "-",
                 ]
@@ -485,7 +386,7 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
                 size(made["bytes"]),
                 f"{made['bytes'] / dense['bytes']:.1%}",
                 f"{made['sparsity']:.1%}",
-                _with_error(measured["perplexity"], measured["perplexity_stderr"]),
+                screen.with_error(measured["perplexity"], measured["perplexity_stderr"]),
                 f"{measured['kl_divergence']['mean']:.3f}",
                 f"{measured['top1_agreement']:.1%}",
             ]
@@ -493,168 +394,52 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
     return rows
 
 
-def _run(
-    checkpoint,
-    output,
-    recipe,
-    targets,
-    left,
-    title,
-    device,
-    workers,
-    rank,
-    world_size,
-    overwrite,
-    resume,
-    dry_run,
-    json_,
-    quiet,
-) -> None:
-    """Plan, write and finish an artifact, and print what came out: shared by every command that writes one."""
-    from tilepress.compress import shards
-    from tilepress.compress.card import model_card
+@dataclass(frozen=True)
+class Running:
+    """The flags of every command that writes an artifact."""
+
+    output: Path
+    device: str
+    workers: int
+    rank: int | None
+    world_size: int | None
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+    json: bool
+    quiet: bool
+
+
+def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running) -> None:
+    """Plans, writes and finishes an artifact, and prints what came out."""
+    from tilepress.compress.finish import finish
+    from tilepress.compress.plan import make_plan, open_output
+    from tilepress.compress.shards import run_parallel, run_shards
 
     recipe.check(targets)
-    plan = shards.make_plan(checkpoint, output, recipe, targets, left)
-    if dry_run:
-        _print_plan(plan, json_)
+    plan = make_plan(checkpoint, how.output, recipe, targets, left)
+    if how.dry_run:
+        facts = plan.facts()
+        print(json.dumps(facts, indent=2) if how.json else screen.plan_text(facts))
         return
-    rank, world_size = _place(rank, world_size)
+    device = _device(how.device)
+    rank, world_size = _place(how.rank, how.world_size)
     started = time.monotonic()
-    if not shards.open_output(plan, resume, overwrite, joining=world_size > 1):
-        say(f"{output} is complete already")
+    if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
+        say(f"{how.output} is complete already")
     else:
-        with Bar(title, sum(shard.elements for shard in plan.shards[rank::world_size]), quiet) as bar:
-            if workers > 1:
-                shards.run_parallel(plan, workers, rank, world_size, _device(device), bar.step)
+        with Bar(title, sum(shard.elements for shard in plan.shards[rank::world_size]), how.quiet) as bar:
+            if how.workers > 1:
+                run_parallel(plan, how.workers, rank, world_size, device, bar.step)
             else:
-                shards.run_shards(plan, rank, world_size, _device(device), bar.step)
-        if shards.finish(plan, model_card) is None:
-            say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
+                run_shards(plan, rank, world_size, device, bar.step)
+        if finish(plan) is None:
+            say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {how.output}")
             return
-    _print_result(plan, time.monotonic() - started, json_)
-
-
-def _print_plan(plan, json_: bool) -> None:
-    facts = {
-        "source_bytes": plan.source_bytes,
-        "expected_bytes": plan.expected_bytes,
-        "peak_memory_bytes": plan.peak_bytes,
-        "disk_bytes": plan.expected_bytes,
-        "shards": len(plan.shards),
-        "targets": len(plan.targets),
-        "left_alone": {item.name: item.reason for item in plan.left_alone},
-    }
-    if json_:
-        print(
-            json.dumps(
-                facts | {"layers": [{"name": t.name, "rows": t.rows, "cols": t.cols} for t in plan.targets]},
-                indent=2,
-            )
-        )
-        return
-    print(
-        table(
-            "",
-            ["weight", "rows x cols", "stored now"],
-            [[t.name, f"{t.rows} x {t.cols}", size(t.weight.nbytes)] for t in plan.targets],
-        )
-    )
-    print(_left_alone(facts["left_alone"]))
-    print(
-        f"  {len(plan.targets)} weights in {len(plan.shards)} shards; {size(plan.source_bytes)} -> about {size(plan.expected_bytes)} on disk; "
-        f"memory about {size(plan.peak_bytes)} beside torch itself\n  nothing was written"
-    )
-
-
-def _print_result(plan, seconds: float, json_: bool) -> None:
-    from tilepress.formats.checkpoint import MANIFEST_NAME, read_json
-
-    manifest = read_json(plan.output / MANIFEST_NAME)
-    names = {target.name: target.elements for target in plan.targets}
-    elements = sum(names.values())
-    nonzeros = sum(tensor["nonzeros"] for tensor in manifest["tensors"] if tensor["name"] in names)
-    facts = {
-        "output": str(plan.output),
-        "source_bytes": plan.source_bytes,
-        "bytes": sum(tensor["bytes"] for tensor in manifest["tensors"]),
-        "targets": len(names),
-        "elements": elements,
-        "nonzeros": nonzeros,
-        "sparsity": 1 - nonzeros / elements,
-        "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
-        "seconds": round(seconds, 2),
-    }
-    if json_:
-        print(json.dumps(facts, indent=2))
-        return
-    print(
-        f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({facts['bytes'] / facts['source_bytes']:.1%})"
-    )
-    print(f"  zeros      {facts['sparsity']:.2%} of {len(names)} linear weights")
-    print(_left_alone(facts["left_alone"]))
-    print(f"  wrote      {plan.output} in {seconds:.1f} s")
-    if plan.recipe.command == "compress prune":
-        say(f"next: tilepress eval perplexity {plan.output} --base {plan.source}")
-
-
-def _left_alone(reasons: dict[str, str]) -> str:
-    lines = []
-    for reason in sorted(set(reasons.values())):
-        names = [name for name, why in reasons.items() if why == reason]
-        lines.append(
-            f"  left alone {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}"
-        )
-    return "\n".join(lines)
-
-
-def _perplexity_table(result: dict) -> str:
-    protocol = result["protocol"]
-    title = (
-        f"{protocol['dataset']}: recipe {protocol['recipe']}, {result['windows']} windows of {protocol['seqlen']} tokens"
-        + (f", stride {protocol['stride']}" if protocol["recipe"] == "strided" else "")
-        + f", {result['tokens']:,} tokens scored, {protocol['dtype']} on {protocol['device']}"
-        + (f", limited to {protocol['limit']} windows" if protocol["limit"] else "")
-    )
-    head, rows = ["model", "perplexity", "bits/byte", "nll change", "KL divergence", "same top token"], []
-    if "base" in result:
-        rows.append(
-            [
-                f"{result['base']['model']} (base)",
-                _with_error(result["base"]["perplexity"], result["base"]["perplexity_stderr"]),
-                "",
-                "",
-                "",
-                "",
-            ]
-        )
-        rows.append(
-            [
-                result["model"],
-                _with_error(result["perplexity"], result["perplexity_stderr"]),
-                f"{result['bits_per_byte']:.4f}",
-                _with_error(result["delta_nll"], result["delta_nll_stderr"]),
-                _with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
-                f"{result['top1_agreement']:.2%}",
-            ]
-        )
-    else:
-        head, rows = (
-            head[:3],
-            [
-                [
-                    result["model"],
-                    _with_error(result["perplexity"], result["perplexity_stderr"]),
-                    f"{result['bits_per_byte']:.4f}",
-                ]
-            ],
-        )
-    ran = "; ".join(f"{count} layers: {path}" for path, count in result["paths"].items())
-    return table(title, head, rows) + f"\n\n  ran: {ran}; {result['seconds']:.1f} s"
-
-
-def _with_error(value: float, stderr: float | None) -> str:
-    return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"
+    facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
+    print(json.dumps(facts, indent=2) if how.json else screen.result_text(facts))
+    if recipe.command == "compress prune" and not how.quiet:
+        say(f"next: tilepress eval perplexity {how.output} --base {checkpoint.path}")
 
 
 def _open(model: str, revision: str | None):
@@ -674,8 +459,7 @@ def _device(name: str) -> str:
         raise UsageError(f"--device {name} is no device", "use cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            f"--device {name}, but torch sees no card",
-            "use --device cpu; `tilepress env` shows what torch sees",
+            f"--device {name}, but torch sees no card", "use --device cpu; `tilepress env` shows what torch sees"
         )
     return name
 
@@ -720,9 +504,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise UsageError(f"rank {at}, but how many workers?", "add --world-size N")
     at, world = at or 0, world or 1
     if not 0 <= at < world:
-        raise UsageError(
-            f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size"
-        )
+        raise UsageError(f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size")
     return at, world
 
 

@@ -94,3 +94,101 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     logging.getLogger("datasets").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+
+
+def left_alone(reasons: dict[str, str]) -> str:
+    """One line a reason, with the first names."""
+    lines = []
+    for reason in sorted(set(reasons.values())):
+        names = [name for name, why in reasons.items() if why == reason]
+        lines.append(f"  left alone {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
+    return "\n".join(lines)
+
+
+def plan_text(facts: dict) -> str:
+    """What `--dry-run` prints."""
+    layers = [[t["name"], f"{t['rows']} x {t['cols']}", size(t["bytes"])] for t in facts["layers"]]
+    return "\n".join(
+        [
+            table("", ["weight", "rows x cols", "stored now"], layers),
+            left_alone(facts["left_alone"]),
+            f"  {len(layers)} weights in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
+            f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself",
+            "  nothing was written",
+        ]
+    )
+
+
+def result_text(facts: dict) -> str:
+    """What a command that wrote an artifact prints."""
+    share = facts["bytes"] / facts["source_bytes"]
+    return "\n".join(
+        [
+            f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})",
+            f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights",
+            left_alone(facts["left_alone"]),
+            f"  wrote      {facts['output']} in {facts['seconds']:.1f} s",
+        ]
+    )
+
+
+def perplexity_text(result: dict) -> str:
+    """The protocol, a row a model, and what ran."""
+    protocol = result["protocol"]
+    title = f"{protocol['dataset']}: recipe {protocol['recipe']}, {result['windows']} windows of {protocol['seqlen']} tokens"
+    if protocol["recipe"] == "strided":
+        title += f", stride {protocol['stride']}"
+    title += f", {result['tokens']:,} scored, {protocol['dtype']} on {protocol['device']}"
+    if protocol["limit"]:
+        title += f" (quick: at most {protocol['limit']} windows)"
+    head, rows = ["model", "perplexity", "bits/byte"], []
+    row = [
+        result["model"],
+        with_error(result["perplexity"], result["perplexity_stderr"]),
+        f"{result['bits_per_byte']:.4f}",
+    ]
+    if "base" in result:
+        base = result["base"]
+        head += ["nll change", "KL divergence", "same top token"]
+        rows.append(
+            [f"{base['model']} (base)", with_error(base["perplexity"], base["perplexity_stderr"]), "", "", "", ""]
+        )
+        row += [
+            with_error(result["delta_nll"], result["delta_nll_stderr"]),
+            with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
+            f"{result['top1_agreement']:.2%}",
+        ]
+    ran = "; ".join(f"{count} layers by {path}" for path, count in result["paths"].items())
+    return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
+
+
+def inspection_text(found: dict) -> str:
+    """A row a weight, then the total; `-` where only a manifest could tell."""
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    title = f"{found['path']}: {found['architecture']}, {found['shards']} shard{'s' if found['shards'] > 1 else ''}"
+    if found["made_by"]:
+        title += f", by {found['made_by']}"
+    rows = [
+        [
+            row["name"],
+            " x ".join(map(str, row["shape"])),
+            row["layout"],
+            row["dtype"],
+            cell(row["sparsity"], ".2%"),
+            size(row["bytes"]),
+            cell(row["densest_tile"], ".1%"),
+            cell(row["wavefronts_per_32"], ".3f"),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"]
+    bits = 8 * found["bytes"] / max(found["elements"], 1)
+    total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
+    return table(title, head, rows) + f"\n\n  {total}"
+
+
+def with_error(value: float, stderr: float | None) -> str:
+    return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"

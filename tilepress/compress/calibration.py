@@ -21,13 +21,9 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
     try:
         if path.suffix in _BUILDERS:
             if not path.is_file():
-                raise UsageError(
-                    f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id"
-                )
+                raise UsageError(f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id")
             options = {"sample_by": "document"} if path.suffix == ".txt" else {}
-            rows = load_dataset(
-                _BUILDERS[path.suffix], data_files=str(path), split="train", streaming=True, **options
-            )
+            rows = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", streaming=True, **options)
         else:
             name, config, split = (*source.split(":"), "", "")[:3]
             rows = load_dataset(name, config or None, split=split or "train", streaming=True)

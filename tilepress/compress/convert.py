@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilepress.compress.shards import Plan, Progress
-from tilepress.compress.targets import LeftAlone, Target
-from tilepress.formats import UsageError, tiled_csl
+from tilepress.compress.plan import Plan, Progress
+from tilepress.compress.targets import LeftAlone, Target, check_value_dtypes
+from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 
 LAYOUTS = ("dense", "tiled-csl")
@@ -38,12 +38,8 @@ class ConvertRecipe:
         return self.density
 
     def check(self, targets: list[Target]) -> None:
-        wide = [t.name for t in targets if self.layout == "tiled-csl" and t.dtype not in tiled_csl.VALUE_DTYPES]
-        if wide:
-            raise UsageError(
-                f"{len(wide)} weights are not bfloat16 or float16: {', '.join(wide[:3])}{' …' if len(wide) > 3 else ''}",
-                "Tiled-CSL stores 16-bit values: convert with `compress prune --sparsity 0 --dtype bfloat16`",
-            )
+        if self.layout == "tiled-csl":
+            check_value_dtypes({target.name: target.dtype for target in targets})
 
     def prepare(self, plan: Plan, work: Path, device: str, progress: Progress) -> dict:
         return {}

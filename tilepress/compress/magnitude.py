@@ -15,7 +15,7 @@ from tilepress.formats import TilepressError
 
 _BINS = 1 << 15
 _LOW_BINS = 1 << 16
-_CHUNK = 1 << 22  # elements looked at together
+_CHUNK = 1 << 20  # elements looked at together
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,10 @@ def prune(weight: Tensor, threshold: Threshold) -> tuple[Tensor, PruneStats]:
     for first, piece in _pieces(weight):
         key = keys(piece, threshold.wide)
         cut = key < max(threshold.key, 1)
-        if threshold.ties and threshold.key:
-            equal = key == threshold.key
-            equal &= (equal.view(-1).cumsum(0, dtype=torch.int32) <= threshold.ties - stats.ties).view(
-                equal.shape
-            )
-            cut |= equal
-            stats.ties += int(equal.sum())
+        if threshold.ties > stats.ties and threshold.key:
+            equal = (key == threshold.key).view(-1).nonzero().squeeze(1)[: threshold.ties - stats.ties]
+            cut.view(-1)[equal] = True
+            stats.ties += equal.numel()
         _finish(piece, cut, out[first : first + piece.shape[0]], stats)
     return out, stats
 
@@ -140,7 +137,7 @@ def prune_rows(weight: Tensor, count: int, name: str) -> tuple[Tensor, PruneStat
 
 def _finish(piece: Tensor, cut: Tensor, out: Tensor, stats: PruneStats) -> None:
     torch.where(cut, torch.zeros((), dtype=piece.dtype, device=piece.device), piece, out=out)
-    stats.zeros += int(cut.sum())
+    stats.zeros += int(torch.count_nonzero(cut))
     total = torch.linalg.vector_norm(piece, dtype=torch.float32).double() ** 2
     kept = torch.linalg.vector_norm(out, dtype=torch.float32).double() ** 2
     stats.total += float(total)

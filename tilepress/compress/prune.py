@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
-from tilepress.compress.shards import Plan, Progress, source_mtime
-from tilepress.compress.targets import Target
-from tilepress.formats import UsageError, tiled_csl
+from tilepress.compress.plan import Plan, Progress, source_mtime
+from tilepress.compress.targets import Target, check_value_dtypes
+from tilepress.formats import UsageError
 from tilepress.formats.artifact import write_atomic
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.checkpoint import Checkpoint, dtype_name
 
 SCOPES = ("layer", "row", "global")
 METHODS = ("magnitude",)
@@ -56,7 +56,7 @@ class PruneRecipe:
             "method": self.method,
             "format": self.layout,
             "ignore": list(self.ignore),
-            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
 
     def expected_density(self) -> float:
@@ -68,16 +68,8 @@ class PruneRecipe:
 
     def check(self, targets: list[Target]) -> None:
         """Refuses before the work starts what cannot be stored."""
-        wide = [
-            t.name
-            for t in targets
-            if self.layout == "tiled-csl" and (self.dtype or t.dtype) not in tiled_csl.VALUE_DTYPES
-        ]
-        if wide:
-            raise UsageError(
-                f"{len(wide)} weights are {str(targets[0].dtype).removeprefix('torch.')}, which Tiled-CSL does not store: {', '.join(wide[:3])}{' …' if len(wide) > 3 else ''}",
-                "convert on the way with --dtype bfloat16 (or float16), or write --format dense",
-            )
+        if self.layout == "tiled-csl":
+            check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
 
     def prepare(self, plan: Plan, work: Path, device: str, progress: Progress) -> dict:
         """For `global` the threshold over all targets: {name: Threshold}; else nothing.
@@ -104,9 +96,7 @@ class PruneRecipe:
             "key": key,
             "wide": wide,
             "ties": quota,
-            "shard": {
-                job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target
-            },
+            "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
 
     def _histograms(

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from tilepress.formats import UsageError
-from tilepress.formats.checkpoint import Checkpoint, Weight, module_path
+from tilepress.formats.checkpoint import Checkpoint, Weight, dtype_name, module_path
+from tilepress.formats.tiled_csl import VALUE_DTYPES
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
@@ -87,9 +88,7 @@ def find_targets(
     model = build_meta_model(checkpoint, trust_remote_code)
     modules = dict(model.named_modules())
     known = set(modules)
-    heads = [
-        module for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module is not None
-    ]
+    heads = [module for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module is not None]
     targets, left = [], []
     unused = set(patterns) - {"lm_head"}
     for name, weight in checkpoint.weights.items():
@@ -114,11 +113,7 @@ def find_targets(
         elif _ROUTER.search(plain):
             left.append(LeftAlone(name, "expert router"))
         elif packed is None and not weight.entries[0].dtype.is_floating_point:
-            left.append(
-                LeftAlone(
-                    name, f"stored as {str(weight.entries[0].dtype).removeprefix('torch.')}, already quantized"
-                )
-            )
+            left.append(LeftAlone(name, f"stored as {dtype_name(weight.entries[0].dtype)}, already quantized"))
         else:
             transposed = packed.transposed if packed else isinstance(module, Conv1D)
             rows, cols = shape if packed or not transposed else reversed(shape)
@@ -131,7 +126,17 @@ def find_targets(
         )
     if not targets:
         raise UsageError(
-            f"{checkpoint.path.name} has no linear weight to compress",
-            "give a decoder language model's checkpoint",
+            f"{checkpoint.path.name} has no linear weight to compress", "give a decoder language model's checkpoint"
         )
     return targets, left
+
+
+def check_value_dtypes(dtypes: dict[str, torch.dtype]) -> None:
+    """Raises UsageError naming the weights whose dtype Tiled-CSL does not store."""
+    wide = [name for name, dtype in dtypes.items() if dtype not in VALUE_DTYPES]
+    if wide:
+        names = ", ".join(wide[:3]) + (" …" if len(wide) > 3 else "")
+        raise UsageError(
+            f"{len(wide)} weights are {dtype_name(dtypes[wide[0]])}, Tiled-CSL stores bfloat16 and float16: {names}",
+            "convert on the way: `tilepress compress prune … --dtype bfloat16` (or float16), or write --format dense",
+        )

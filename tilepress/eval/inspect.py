@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.checkpoint import Checkpoint, dtype_name
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,10 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         record = records.get(weight.name, {})
         if weight.layout == "dense":
             entry = weight.entries[0]
-            shape, dtype, tile = entry.shape, str(entry.dtype).removeprefix("torch."), None
+            shape, dtype, tile = entry.shape, dtype_name(entry.dtype), None
         else:
             packed = checkpoint.packed(weight)
-            shape, dtype, tile = (
-                (packed.rows, packed.cols),
-                str(packed.dtype).removeprefix("torch."),
-                packed.tile_rows * 64,
-            )
+            shape, dtype, tile = ((packed.rows, packed.cols), dtype_name(packed.dtype), packed.tile_rows * 64)
         nonzeros = record.get("nonzeros")
         rows.append(
             WeightRow(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilepress.compress.calibration import token_ids
 from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import dtype_name
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 RECIPES = ("gptq", "strided")
@@ -44,9 +45,7 @@ class Protocol:
             )
         step = self.stride or (self.seqlen if self.recipe == "gptq" else max(self.seqlen // 4, 1))
         if self.recipe == "gptq" and step != self.seqlen:
-            raise UsageError(
-                "recipe gptq has windows without overlap", "leave --stride out, or use --recipe strided"
-            )
+            raise UsageError("recipe gptq has windows without overlap", "leave --stride out, or use --recipe strided")
         if not 1 <= step <= self.seqlen:
             raise UsageError(
                 f"stride {step} is not in 1..{self.seqlen}",
@@ -148,8 +147,7 @@ def perplexity(
         losses = score(logits, window[0, scored - first :])
         if not bool(torch.isfinite(losses).all()):
             raise TilepressError(
-                f"the model gives non-finite logits in window {done}",
-                "check the artifact: `tilepress verify DIR`",
+                f"the model gives non-finite logits in window {done}", "check the artifact: `tilepress verify DIR`"
             )
         nll.add(float(losses.double().sum()), count)
         if base is not None:
@@ -176,7 +174,7 @@ def perplexity(
         | {
             "joiner": "\n\n",
             "bos": bool(ids) and ids[0] == tokenizer.bos_token_id,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model.dtype),
             "device": str(next(model.parameters()).device),
             "attention": model.config._attn_implementation,
             "log_softmax": "float32",

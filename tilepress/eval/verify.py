@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tilepress.formats import TilepressError, tiled_csl
 from tilepress.formats.artifact import sha256_file
-from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, Checkpoint, Weight, read_header, read_json
+from tilepress.formats.checkpoint import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    Checkpoint,
+    Weight,
+    dtype_name,
+    read_header,
+    read_json,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -28,10 +35,7 @@ class Check:
 
 
 def verify(
-    path: Path,
-    base: Path | None = None,
-    reload: bool = True,
-    progress: Progress = lambda what, done, total: None,
+    path: Path, base: Path | None = None, reload: bool = True, progress: Progress = lambda what, done, total: None
 ) -> list[Check]:
     """Checks a finished artifact: files and hashes, headers and index, packed words, declared counts, `base`, loading.
 
@@ -79,9 +83,7 @@ def _files(path: Path, manifest: dict, progress: Progress) -> Check:
                 findings.append(f"{file['name']} has sha256 {digest[:12]}…, declared {file['sha256'][:12]}…")
     declared = {file["name"] for file in files}
     findings += [
-        f"{name} is not declared"
-        for name in sorted(p.name for p in path.glob("*.safetensors"))
-        if name not in declared
+        f"{name} is not declared" for name in sorted(p.name for p in path.glob("*.safetensors")) if name not in declared
     ]
     return Check("files and hashes", len(files), tuple(findings))
 
@@ -90,9 +92,7 @@ def _headers(path: Path, manifest: dict) -> Check:
     findings, shards = (
         [],
         sorted(
-            f["name"]
-            for f in manifest.get("files", [])
-            if f["name"].endswith(".safetensors") and "/" not in f["name"]
+            f["name"] for f in manifest.get("files", []) if f["name"].endswith(".safetensors") and "/" not in f["name"]
         ),
     )
     if not (path / INDEX_NAME).exists():
@@ -144,23 +144,19 @@ def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
         )
         return found | {
             "shape": list(tensor.shape),
-            "dtype": _name(tensor),
+            "dtype": dtype_name(tensor.dtype),
             "nonzeros": sum(int(torch.count_nonzero(p)) for p in pieces),
         }, problems
     packed = checkpoint.packed(weight)
     problems, stats = tiled_csl.check(packed)
     return found | {
         "shape": [packed.rows, packed.cols],
-        "dtype": str(packed.dtype).removeprefix("torch."),
+        "dtype": dtype_name(packed.dtype),
         "tile_rows": packed.tile_rows,
         "nonzeros": stats.nonzeros,
         "densest_tile": stats.densest_tile,
         "wavefronts": stats.wavefronts,
     }, problems
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _against(

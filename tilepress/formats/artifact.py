@@ -47,8 +47,7 @@ def disk_errors(path: Path):
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise TilepressError(
-                f"the disk is full: cannot write {path}",
-                "free some space, then run the same command with --resume",
+                f"the disk is full: cannot write {path}", "free some space, then run the same command with --resume"
             ) from error
         raise TilepressError(
             f"cannot write {path}: {error.strerror or error}", "check the folder and its permissions"
@@ -104,7 +103,7 @@ class ShardWriter:
             offset = end
         self._room = -(-(len(json.dumps(widest, separators=(",", ":")).encode()) + 8) // 128) * 128 - 8
         with disk_errors(path):
-            self._file = open(self._temporary, "wb")
+            self._file = open(self._temporary, "wb")  # noqa: SIM115 - finish or abandon closes it
             self._file.seek(8 + self._room)
         self._offset = 0
 

@@ -43,6 +43,11 @@ _MAX_HEADER_BYTES = 100_000_000
 _REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in a model's config: bfloat16, float16, int32."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor as a shard's header declares it."""
@@ -95,9 +100,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise refuse(f"the header claims {length} bytes, the file has {size}")
             raw = file.read(length)
     except OSError as error:
-        raise TilepressError(
-            f"cannot read {path}: {error.strerror}", "check the file and its permissions"
-        ) from error
+        raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
     try:
         header = json.loads(raw, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -141,9 +144,7 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TilepressError(
-            f"cannot read {path}: {error.strerror}", "check the file and its permissions"
-        ) from error
+        raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
     except ValueError as error:
         raise TilepressError(f"{path} is not valid JSON: {error}", _REPAIR_HINT) from error
     if not isinstance(value, dict):
@@ -192,8 +193,7 @@ class Checkpoint:
             for shard in shards:
                 if Path(shard).name != shard or not shard.endswith(".safetensors"):
                     raise TilepressError(
-                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder",
-                        _REPAIR_HINT,
+                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", _REPAIR_HINT
                     )
                 if not (self.path / shard).is_file():
                     raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", _REPAIR_HINT)
@@ -202,9 +202,7 @@ class Checkpoint:
         if files == ["model.safetensors"] or len(files) == 1:
             return files
         if files:
-            raise TilepressError(
-                f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT
-            )
+            raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT)
         pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise UsageError(
@@ -223,8 +221,7 @@ class Checkpoint:
         extra = next((name for name in self.tensors if name not in self.weight_map), None)
         if extra:
             raise TilepressError(
-                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list",
-                _REPAIR_HINT,
+                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list", _REPAIR_HINT
             )
 
     @cached_property
@@ -284,17 +281,7 @@ def locate(model: str, revision: str | None = None) -> Path:
         return path
     from huggingface_hub import snapshot_download
 
-    patterns = [
-        "*.json",
-        "*.safetensors",
-        "*.model",
-        "*.txt",
-        "*.jinja",
-        "*.md",
-        "*.py",
-        "LICENSE*",
-        "kv_cache/*",
-    ]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "*.py", "LICENSE*", "kv_cache/*"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:

@@ -24,11 +24,7 @@ from torch import Tensor
 from tilepress.formats import TilepressError
 from tilepress.formats.bank_order import BANKS, Placement, plan
 
-SUFFIXES = (
-    "",
-    "_offsets",
-    "_layout",
-)  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
+SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
 BLOCK_ROWS = 128  # rows of a row block: the unit of tile order, and of work for a kernel
 TILE_COLS = 64
 DUMP = 2 * BANKS  # elements behind a window that padding hits
@@ -129,11 +125,7 @@ def pack(weight: Tensor, tile_rows: int | None = None, name: str = "weight") -> 
     stripes = list(pack_stripes(weight, tile_rows, name))
     sizes = torch.cat([sizes for _, sizes, _ in stripes])
     return TiledCSL(
-        torch.cat([words for words, _, _ in stripes]),
-        offsets_from_sizes(sizes),
-        *weight.shape,
-        tile_rows,
-        weight.dtype,
+        torch.cat([words for words, _, _ in stripes]), offsets_from_sizes(sizes), *weight.shape, tile_rows, weight.dtype
     )
 
 
@@ -151,9 +143,7 @@ def offsets_from_sizes(sizes: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
 
-def pack_stripes(
-    weight: Tensor, tile_rows: int, name: str = "weight"
-) -> Iterator[tuple[Tensor, Tensor, PackStats]]:
+def pack_stripes(weight: Tensor, tile_rows: int, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
     """Packs a few row blocks at a time, in file order: yields (words, words per tile, statistics), so that memory stays small."""
     if weight.dtype not in VALUE_DTYPES or weight.dim() != 2:
         raise TilepressError(
@@ -167,7 +157,8 @@ def pack_stripes(
     step = max(1, _CHUNK_ELEMENTS * (16 if weight.is_cuda else 1) // (BLOCK_ROWS * wide)) * BLOCK_ROWS
     for first in range(0, rows, step):
         stripe = weight[first : first + step]
-        if not bool(torch.isfinite(stripe).all()):
+        stripe = stripe.contiguous()
+        if int((stripe.view(torch.int16) & 0x7FFF).amax()) >= _infinity(weight.dtype):
             bad = (~torch.isfinite(stripe)).nonzero()[0].tolist()
             raise TilepressError(
                 f"{name} has a non-finite value at [{first + bad[0]}, {bad[1]}]",
@@ -179,6 +170,11 @@ def pack_stripes(
         yield _pack_tiles(_to_windows(stripe, tile_rows))
 
 
+def _infinity(dtype: torch.dtype) -> int:
+    """The bits of +inf: from there on nothing is finite."""
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
 def _chunk_of_row(device: torch.device) -> Tensor:
     eight = torch.arange(8, device=device)
     return eight[:, None] ^ eight[None]
@@ -188,7 +184,7 @@ def _to_windows(stripe: Tensor, tile_rows: int) -> Tensor:
     """Dense [128 a, 64 b] -> windows as int32 [tiles, tile_rows, 32]: two neighbouring columns are one word, one bank."""
     rows, cols = stripe.shape
     blocks, kb, halves = rows // BLOCK_ROWS, cols // TILE_COLS, BLOCK_ROWS // tile_rows
-    chunks = stripe.contiguous().view(torch.int32).view(blocks, halves, tile_rows // 8, 8, kb, 8, 4)
+    chunks = stripe.view(torch.int32).view(blocks, halves, tile_rows // 8, 8, kb, 8, 4)
     chunks = chunks.permute(0, 4, 1, 2, 3, 5, 6)
     eight = torch.arange(8, device=stripe.device)[:, None]
     return chunks[:, :, :, :, eight, _chunk_of_row(stripe.device)].reshape(-1, tile_rows, BANKS)
@@ -263,9 +259,7 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
 
     nonzeros = (singles + 2 * pairs).sum(1)
     stats = PackStats(
-        int(nonzeros.sum()),
-        int(nonzeros.max()),
-        int(crowd.view(-1, BANKS).amax(1).sum()) if crowd.numel() else 0,
+        int(nonzeros.sum()), int(nonzeros.max()), int(crowd.view(-1, BANKS).amax(1).sum()) if crowd.numel() else 0
     )
     return words, sizes, stats
 
@@ -276,9 +270,7 @@ def unpack(packed: TiledCSL) -> Tensor:
     out = torch.empty(rows, cols, dtype=torch.int16, device=packed.words.device)
     ends = packed.offsets.tolist()
     per_block = (BLOCK_ROWS // tile_rows) * -(-cols // TILE_COLS)
-    blocks = max(
-        1, _CHUNK_ELEMENTS * (64 if packed.words.is_cuda else 4) // (per_block * tile_rows * TILE_COLS)
-    )
+    blocks = max(1, _CHUNK_ELEMENTS * (64 if packed.words.is_cuda else 4) // (per_block * tile_rows * TILE_COLS))
     for first in range(0, len(ends) - 1, blocks * per_block):
         last = min(first + blocks * per_block, len(ends) - 1)
         words = packed.words[4 * ends[first] : 4 * ends[last]]
@@ -304,9 +296,7 @@ def _from_windows(windows: Tensor, cols: int) -> Tensor:
     kb = -(-cols // TILE_COLS)
     halves = BLOCK_ROWS // tile_rows
     chunks = windows.reshape(-1, kb, halves, tile_rows // 8, 8, 8, 8).view(torch.int64)
-    chunks = chunks.permute(
-        0, 2, 3, 4, 1, 5, 6
-    )  # block, half, group of 8 rows, row, column block, chunk, 8 bytes
+    chunks = chunks.permute(0, 2, 3, 4, 1, 5, 6)  # block, half, group of 8 rows, row, column block, chunk, 8 bytes
     out = torch.empty(chunks.shape, dtype=torch.int64, device=windows.device)
     for row, order in enumerate(_chunk_of_row(windows.device)):
         out[:, :, :, row] = chunks[:, :, :, row].index_select(4, order)
@@ -347,16 +337,13 @@ def check(packed: TiledCSL) -> tuple[list[str], PackStats]:
         number = first + tile
         row = number // (halves * kb) * BLOCK_ROWS + number % halves * packed.tile_rows + row
         col = number // halves % kb * TILE_COLS + chunk_col * 8 + (offset >> 1 & 7)
-        exponent = 0x7F80 if packed.dtype == torch.bfloat16 else 0x7C00
+        exponent = _infinity(packed.dtype)
         for what, bad in (
             ("is neither an item nor padding", ~item & ~padding),
             ("has an odd offset", item & (offset % 2 == 1)),
             ("stores a zero", item & (value == 0)),
             ("is not finite", item & (value & exponent == exponent)),
-            (
-                f"lies outside {packed.rows} x {packed.cols}",
-                item & ((row >= packed.rows) | (col >= packed.cols)),
-            ),
+            (f"lies outside {packed.rows} x {packed.cols}", item & ((row >= packed.rows) | (col >= packed.cols))),
         ):
             if bool(bad.any()):
                 at = int(bad.nonzero()[0])

@@ -17,13 +17,7 @@ library.define(
 
 
 def tiled_csl_spmm_ref(
-    x: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    rows: int,
-    tile_rows: int,
-    value_dtype: torch.dtype,
+    x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, tile_rows: int, value_dtype: torch.dtype
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], bias [rows] or None -> [..., rows] of x's dtype.
 

@@ -27,11 +27,7 @@ def load(
     register()
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
-    if (
-        "auto_map" in checkpoint.config
-        and not trust_remote_code
-        and not _known(checkpoint.config.get("model_type"))
-    ):
+    if "auto_map" in checkpoint.config and not trust_remote_code and not _known(checkpoint.config.get("model_type")):
         raise UsageError(
             f"{folder.name} needs its own code for architecture {checkpoint.config.get('model_type')!r}",
             "add --trust-remote-code if you have read it",

@@ -112,8 +112,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         path = checkpoint.path / file["name"]
         if file["name"] in checkpoint.shards and path.stat().st_size != file["bytes"]:
             raise TilepressError(
-                f"{file['name']} has {path.stat().st_size} bytes, {MANIFEST_NAME} declares {file['bytes']}",
-                _VERIFY,
+                f"{file['name']} has {path.stat().st_size} bytes, {MANIFEST_NAME} declares {file['bytes']}", _VERIFY
             )
 
 
@@ -141,9 +140,7 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
                 )
             model.set_submodule(
                 path,
-                TiledCSLLinear(
-                    packed, module.bias is not None, None if module.bias is None else module.bias.dtype
-                ),
+                TiledCSLLinear(packed, module.bias is not None, None if module.bias is None else module.bias.dtype),
             )
         elif match := _EXPERT.match(weight.name):
             linears = experts.setdefault(_experts_path(modules, match["path"], weight.name), {}).setdefault(

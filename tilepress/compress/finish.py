@@ -1,0 +1,139 @@
+"""The last step of a run: config, index, model card and manifest, once every shard is done."""
+
+import shutil
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+
+from tilepress import __version__
+from tilepress.compress.plan import Plan, Recipe, done_record
+from tilepress.formats.artifact import FORMAT_VERSION, disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, PICKLE_SUFFIXES, Checkpoint, dtype_name
+
+_OWN_FILES = ("config.json", MANIFEST_NAME, INDEX_NAME)
+
+
+def finish(plan: Plan) -> dict | None:
+    """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing."""
+    records = [done_record(plan, shard) for shard in plan.shards]
+    if not all(records):
+        return None
+    checkpoint = Checkpoint(plan.source)
+    copied = _copy_other_files(plan)
+    tensors = [tensor for record in records for tensor in record["tensors"]]
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tilepress": __version__,
+        "command": plan.recipe.command,
+        "settings": plan.recipe.settings(),
+        "fingerprint": plan.fingerprint,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+        "source": {
+            "name": checkpoint.config.get("_name_or_path") or plan.source.resolve().name,
+            "files": [r["source"] for r in records],
+        }
+        | (
+            {"recipe": {k: checkpoint.manifest[k] for k in ("command", "settings", "source")}}
+            if checkpoint.manifest
+            else {}
+        ),
+        "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
+        "tensors": sorted(tensors, key=lambda t: t["name"]),
+    }
+    write_atomic(plan.output / "README.md", model_card(manifest).encode())
+    total = sum(tensor["bytes"] for tensor in tensors)
+    weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
+    write_atomic(
+        plan.output / INDEX_NAME,
+        to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}),
+    )
+    write_atomic(plan.output / "config.json", to_json(result_config(checkpoint.config, plan.recipe, tensors)))
+    files = [record["file"] for record in records]
+    for name in sorted([*copied, "README.md", INDEX_NAME, "config.json"]):
+        files.append(
+            {"name": name, "bytes": (plan.output / name).stat().st_size, "sha256": sha256_file(plan.output / name)}
+        )
+    manifest["files"] = files
+    write_atomic(plan.output / MANIFEST_NAME, to_json(manifest))
+    shutil.rmtree(plan.work, ignore_errors=True)
+    return manifest
+
+
+def result_config(config: dict, recipe: Recipe, tensors: list[dict]) -> dict:
+    """The source's config with the result's dtype and `quantization_config`, which is there exactly if a weight is packed."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if recipe.dtype is not None:
+        config["dtype"] = dtype_name(recipe.dtype)
+        config.pop("torch_dtype", None)
+    value_dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
+    if value_dtypes:
+        config["quantization_config"] = {
+            "quant_method": "tilepress",
+            "format_version": FORMAT_VERSION,
+            "value_dtypes": value_dtypes,
+        }
+    return config
+
+
+def _copy_other_files(plan: Plan) -> list[str]:
+    """Tokenizer, licence and whatever else the source has beside its weights; its README as SOURCE_README.md."""
+    copied = []
+    for path in sorted(plan.source.rglob("*")):
+        name = path.relative_to(plan.source)
+        weights = path.suffix in (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".onnx", ".gguf") or (
+            path.suffix == ".safetensors" and name.parts[0] != "kv_cache"
+        )
+        if path.is_dir() or weights or str(name) in _OWN_FILES or any(part.startswith(".") for part in name.parts):
+            continue
+        copy = Path("SOURCE_README.md") if str(name) == "README.md" else name
+        with disk_errors(plan.output / copy):
+            write_atomic(plan.output / copy, path.read_bytes())
+        copied.append(str(copy))
+    return copied
+
+
+def model_card(manifest: dict) -> str:
+    """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+    base = manifest["source"]["name"]
+    packed = [t for t in manifest["tensors"] if t["layout"] != "dense"]
+    total = sum(t["bytes"] for t in manifest["tensors"])
+    changed = [t for t in manifest["tensors"] if "zeros" in t]
+    lines = ["---", "library_name: transformers", "tags: [tilepress" + (", sparse" if packed or changed else "") + "]"]
+    if "/" in base:
+        lines += [f"base_model: {base}", "base_model_relation: quantized"]
+    lines += [
+        "---",
+        "",
+        f"# {base}, compressed with tilepress",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| made by | `tilepress {manifest['command']}` {_settings(manifest['settings'])} |",
+        f"| weights | {total / 1e6:.1f} MB |",
+    ]
+    if changed:
+        zeros, elements = sum(t["zeros"] for t in changed), sum(prod(t["shape"]) for t in changed)
+        lines.append(
+            f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
+        )
+    lines += [f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |", ""]
+    if packed:
+        lines += [
+            "The linear weights are stored as Tiled-CSL. transformers loads them after `import tilepress.hf`:",
+            "",
+            "```python",
+            "import tilepress.hf",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("DIR")',
+            "```",
+            "",
+            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights.",
+            "",
+        ]
+    lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
+    return "\n".join(lines)
+
+
+def _settings(settings: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if value not in (None, []))
