@@ -87,6 +87,15 @@ class TilepressQuantizer(HfQuantizer):
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
         return model
 
+    def update_weight_conversions(self, weight_conversions, model):
+        """Drops the merging of experts that are packed one by one; renamings stay."""
+        if any(isinstance(module, PackedExperts) for module in model.modules()):
+            names = list(model.state_dict())
+            merging = [c for c in weight_conversions if hasattr(c, "operations")]
+            unused = [c for c in merging if not any(name.endswith(t) for t in c.target_patterns for name in names)]
+            weight_conversions = [c for c in weight_conversions if c not in unused]
+        return weight_conversions
+
     def update_parallel_plan(self, model, plan):
         if plan and getattr(model, "_tp_size", None):
             raise TilepressError(

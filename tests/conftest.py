@@ -1,0 +1,112 @@
+"""Shared fixtures: synthetic checkpoints of several families, one pruned artifact, and a runner for the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tilepress import demo, screen
+from tilepress.cli import _explain, app
+from tilepress.compress.finish import finish
+from tilepress.compress.plan import make_plan, open_output
+from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.shards import run_shards
+from tilepress.compress.targets import find_targets
+from tilepress.formats.checkpoint import Checkpoint
+
+screen.quiet_libraries()
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA card"))
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capfd):
+    """Runs a command in this process as `main` does: exit code, stdout, stderr."""
+
+    def run(*words) -> Ran:
+        capfd.readouterr()
+        try:
+            code = app([str(word) for word in words], standalone_mode=False) or 0
+        except Exception as error:
+            code = _explain(error)
+        out, err = capfd.readouterr()
+        return Ran(code, out, err)
+
+    return run
+
+
+def command(*words, **kwargs) -> subprocess.Popen:
+    """The command line as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tilepress.cli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict:
+    """Prunes through the library; returns the manifest."""
+    recipe = PruneRecipe(sparsity, **settings)
+    checkpoint = Checkpoint(source)
+    targets, left = find_targets(checkpoint, recipe.ignore)
+    recipe.check(targets)
+    plan = make_plan(checkpoint, output, recipe, targets, left)
+    open_output(plan, resume=False, overwrite=False)
+    run_shards(plan)
+    return finish(plan)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    return demo.MODEL
+
+
+@pytest.fixture(scope="session")
+def text() -> Path:
+    return demo.TEXT
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory, tiny) -> Path:
+    """`tiny` pruned to 60 %: read only."""
+    path = tmp_path_factory.mktemp("artifact") / "tiny-60"
+    prune(tiny, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory):
+    """Makes a random checkpoint of a family, once for each request of the same arguments."""
+    from families import build
+
+    made = {}
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16, shard_size: str = "200KB", **changes) -> Path:
+        key = (family, dtype, shard_size, tuple(sorted(changes.items())))
+        if key not in made:
+            made[key] = build(tmp_path_factory.mktemp(family) / family, family, dtype, shard_size, changes)
+        return made[key]
+
+    return make
