@@ -1,0 +1,41 @@
+"""`convert`: dense is bit-identical and loads anywhere; packing it again gives the same files."""
+
+import pytest
+import torch
+from conftest import prune
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tilepress.formats.checkpoint import Checkpoint
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_to_dense_and_back(checkpoint_of, tmp_path, cli, family):
+    source = checkpoint_of(family)
+    prune(source, tmp_path / "packed", 0.6)
+    prune(source, tmp_path / "masked", 0.6, layout="dense")
+    assert cli("convert", tmp_path / "packed", "-o", tmp_path / "dense", "--to", "dense").code == 0
+    masked, dense = Checkpoint(tmp_path / "masked"), Checkpoint(tmp_path / "dense")
+    assert set(masked.tensors) == set(dense.tensors) == set(Checkpoint(source).tensors)
+    for name in masked.tensors:
+        assert torch.equal(masked.read(name).view(torch.int16), dense.read(name).view(torch.int16)), name
+    assert "quantization_config" not in dense.config
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert not any(info.values()) and model is not None
+    assert cli("convert", tmp_path / "dense", "-o", tmp_path / "again", "--to", "tiled-csl").code == 0
+    for shard in Checkpoint(tmp_path / "packed").shards:
+        assert (tmp_path / "packed" / shard).read_bytes() == (tmp_path / "again" / shard).read_bytes()
+
+
+def test_to_dense_keeps_float16(checkpoint_of, tmp_path, cli):
+    prune(checkpoint_of("opt", torch.float16), tmp_path / "packed", 0.5)
+    assert cli("convert", tmp_path / "packed", "-o", tmp_path / "dense", "--to", "dense").code == 0
+    assert {entry.dtype for entry in Checkpoint(tmp_path / "dense").tensors.values()} == {torch.float16}
+
+
+def test_dense_needs_no_conversion(cli, tiny, tmp_path):
+    ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "dense")
+    assert ran.code == 2 and "no packed weight" in ran.err
+    ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "zip")
+    assert ran.code == 2 and "dense, tiled-csl" in ran.err
+    assert not (tmp_path / "x").exists() and load_file(tiny / "model.safetensors")
