@@ -511,17 +511,18 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        writes = any(word in sys.argv for word in ("prune", "convert"))
-        command = " ".join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
-        say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
         code = EXIT_INTERRUPTED
     except Exception as error:
         if os.environ.get("TILEPRESS_DEBUG") == "1":
             raise
         code = _explain(error)
-    sys.exit(code or 0)
+    if code == EXIT_INTERRUPTED:
+        command = " ".join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
+        writes = sys.argv[1:3] == ["compress", "prune"] or sys.argv[1:2] == ["convert"]
+        say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
+    sys.exit(code)
 
 
 def _explain(error: Exception) -> int:

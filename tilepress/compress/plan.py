@@ -190,9 +190,10 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
         same = plan.fingerprint in ((finished or {}).get("fingerprint"), (started or {}).get("fingerprint"))
         if (resume or joining) and same:
             if finished:
+                shutil.rmtree(plan.work, ignore_errors=True)
                 return False
-        elif joining and not started and [path.name for path in out.iterdir()] == [WORK_FOLDER]:
-            pass  # another rank is about to write the plan
+        elif not started and [path.name for path in out.iterdir()] == [WORK_FOLDER]:
+            pass  # killed before the plan was there, or another rank is about to write it
         elif resume:
             raise UsageError(
                 f"{out} holds another run: other settings, another source, or none of ours",

@@ -1,0 +1,279 @@
+"""The writer: killed anywhere and resumed it gives the same bytes; several workers do; little memory; nothing half-written loads."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import command, prune
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tilepress.compress import plan as planning, shards
+from tilepress.compress.finish import finish
+from tilepress.compress.plan import make_plan, open_output
+from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.targets import find_targets
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import Checkpoint
+
+
+def digest(folder) -> dict[str, str]:
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def plan_for(source, output, sparsity=0.6, **settings):
+    checkpoint = Checkpoint(source)
+    targets, left = find_targets(checkpoint)
+    return make_plan(checkpoint, output, PruneRecipe(sparsity, **settings), targets, left)
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of, tmp_path, monkeypatch, scope):
+    """Stops the run before the n-th rename for every n: no `finally` of ours runs after that, as with SIGKILL."""
+    source = checkpoint_of("llama")
+    prune(source, tmp_path / "whole", scope=scope)
+    expected, real, steps = digest(tmp_path / "whole"), os.replace, 0
+
+    class Killed(BaseException):
+        pass
+
+    while True:
+        output, left = tmp_path / f"stopped-{steps}", steps
+
+        def replace(source, target):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(shards.ShardWriter, "abandon", lambda self: self._file.close())
+        try:
+            prune(source, output, scope=scope)
+        except Killed:
+            pass
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+        if not (output / "tilepress.json").exists() and not (output / "config.json").exists():
+            with pytest.raises(Exception, match=r"config\.json|model_type"):
+                AutoModelForCausalLM.from_pretrained(output)
+        plan = plan_for(source, output, scope=scope)
+        if open_output(plan, resume=True, overwrite=False):
+            shards.run_shards(plan)
+            finish(plan)
+        assert digest(output) == expected, f"stopped before rename {steps}"
+        steps += 1
+    assert steps > 8
+
+
+def test_sigkill_then_resume(checkpoint_of, tmp_path):
+    """A real process, killed at several moments of its work."""
+    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    prune(source, tmp_path / "whole")
+    expected, killed_early = digest(tmp_path / "whole"), 0
+    for number in range(3):
+        output = tmp_path / f"killed-{number}"
+        words = ("compress", "prune", source, "-o", output, "--sparsity", "0.6", "-q")
+        process = command(*words)
+        while process.poll() is None and len(list((output / ".tilepress").glob("*.done.json"))) < number:
+            time.sleep(0.002)
+        while process.poll() is None and number == 0 and not list(output.glob(".model*")):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        killed_early += not (output / "tilepress.json").exists()
+        with pytest.raises(Exception, match=r"config\.json|model_type"):
+            AutoModelForCausalLM.from_pretrained(output)
+        again = command(*words, "--resume")
+        assert again.wait() == 0, again.stderr.read()
+        assert digest(output) == expected
+    assert killed_early == 3
+
+
+def test_ranks_and_workers_write_the_same_bytes(checkpoint_of, tmp_path, cli, monkeypatch):
+    source = checkpoint_of("llama")
+    for scope in ("layer", "global"):
+        settings = ("--sparsity", "0.6", "--scope", scope)
+        prune(source, tmp_path / f"one-{scope}", scope=scope)
+        two = tmp_path / f"two-{scope}"
+        monkeypatch.setenv("SLURM_NTASKS", "2")
+        monkeypatch.setenv("SLURM_PROCID", "1")
+        first = cli("compress", "prune", source, "-o", two, *settings)
+        assert first.code == 0 and "rank 1 of 2" in first.err and not (two / "config.json").exists()
+        assert cli("compress", "prune", source, "-o", two, *settings, "--rank", "0", "--world-size", "2").code == 0
+        monkeypatch.delenv("SLURM_NTASKS")
+        monkeypatch.delenv("SLURM_PROCID")
+        assert digest(two) == digest(tmp_path / f"one-{scope}")
+    assert cli("compress", "prune", source, "-o", tmp_path / "pool", "--sparsity", "0.6", "--workers", "2").code == 0
+    assert digest(tmp_path / "pool") == digest(tmp_path / "one-layer")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    ran = cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6")
+    assert ran.code == 2 and "--world-size" in ran.err
+    assert cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6", "--world-size", "1").code == 0
+    assert cli("compress", "prune", source, "-o", tmp_path / "job2", "--sparsity", "0.6", "--rank", "3", "--world-size", "2").code == 2
+
+
+def test_output_in_the_way(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama")
+    done = tmp_path / "done"
+    words = ("compress", "prune", source, "-o", done, "--sparsity", "0.5")
+    assert cli(*words).code == 0
+    before = digest(done)
+    ran = cli(*words)
+    assert ran.code == 2 and "finished artifact" in ran.err and "--overwrite" in ran.err
+    ran = cli(*words[:-1], "0.7", "--resume")
+    assert ran.code == 2 and "another run" in ran.err
+    assert cli(*words, "--resume").code == 0 and digest(done) == before      # complete already
+    assert cli(*words[:-1], "0.7", "--overwrite").code == 0 and digest(done) != before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    for flag in ("--overwrite", "--resume"):
+        ran = cli(*words[:4], foreign, *words[5:], flag)
+        assert ran.code == 2 and (foreign / "thesis.txt").read_text() == "mine"
+    assert cli(*words[:4], source, *words[5:], "--overwrite").code == 2      # output is input
+    assert Checkpoint(source).weights
+
+
+def test_changed_source_is_done_again(checkpoint_of, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of("llama"), source)
+    plan = plan_for(source, tmp_path / "out")
+    open_output(plan, resume=False, overwrite=False)
+    shards.run_shards(plan)
+    assert all(planning.done_record(plan, shard) for shard in plan.shards)
+    touched = source / plan.shards[0].source
+    os.utime(touched, ns=(1, 1))
+    assert [planning.done_record(plan, shard) is None for shard in plan.shards] == [True] + [False] * (len(plan.shards) - 1)
+
+
+def test_too_little_disk_is_told_before_the_work(checkpoint_of, tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    ran = cli("compress", "prune", checkpoint_of("llama"), "-o", tmp_path / "out", "--sparsity", "0.5")
+    assert ran.code == 1 and "are needed" in ran.err and "are free" in ran.err and not (tmp_path / "out").exists()
+
+
+def test_disk_that_fills_up_leaves_nothing_that_loads(checkpoint_of, tmp_path, cli, monkeypatch):
+    def full(self, name, shape, pieces):
+        with shards_disk_errors(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    from tilepress.formats.artifact import disk_errors as shards_disk_errors
+
+    monkeypatch.setattr(shards.ShardWriter, "add", full)
+    words = ("compress", "prune", checkpoint_of("llama"), "-o", tmp_path / "out", "--sparsity", "0.5")
+    ran = cli(*words)
+    assert ran.code == 1 and "disk is full" in ran.err and "--resume" in ran.err
+    assert not list((tmp_path / "out").glob("*.safetensors")) and not list((tmp_path / "out").glob("*.tmp"))
+    monkeypatch.undo()
+    assert cli(*words, "--resume").code == 0
+
+
+def test_dry_run_plans_and_writes_nothing(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama")
+    out = tmp_path / "out"
+    ran = cli("compress", "prune", source, "-o", out, "--sparsity", "0.6", "--dry-run", "--json")
+    assert ran.code == 0 and not out.exists()
+    prune(source, out, 0.6)
+    written = sum(p.stat().st_size for p in out.glob("*.safetensors"))
+    assert ran.json["disk_bytes"] == pytest.approx(written, rel=0.1)
+    assert len(ran.json["layers"]) == 14 and ran.json["peak_memory_bytes"] > 0
+    text = cli("compress", "prune", source, "-o", tmp_path / "x", "--sparsity", "0.6", "--dry-run")
+    assert "nothing was written" in text.out and "left alone" in text.out
+
+
+def test_source_that_breaks_its_own_hash_is_refused(artifact, tmp_path, cli):
+    source = tmp_path / "source"
+    shutil.copytree(artifact, source)
+    shard = next(source.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    ran = cli("convert", source, "-o", tmp_path / "dense", "--to", "dense")
+    assert ran.code == 1 and shard.name in ran.err and "hash" in ran.err
+
+
+def big(path, layers: int):
+    """A Llama-shaped checkpoint of one shard a layer, 37 MB each, written without building the model."""
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=4, vocab_size=64)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.save_pretrained(path)
+    index, shapes = {}, {"mlp.gate_proj": (4096, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096),
+                         "self_attn.q_proj": (1024, 1024), "self_attn.o_proj": (1024, 1024), "self_attn.k_proj": (256, 1024), "self_attn.v_proj": (256, 1024)}  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(layers):
+        tensors = {f"model.layers.{layer}.{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+        tensors |= {f"model.layers.{layer}.{name}.weight": torch.ones(1024, dtype=torch.bfloat16) for name in ("input_layernorm", "post_attention_layernorm")}
+        if layer == 0:
+            tensors |= {"model.embed_tokens.weight": torch.ones(64, 1024, dtype=torch.bfloat16), "lm_head.weight": torch.ones(64, 1024, dtype=torch.bfloat16),
+                        "model.norm.weight": torch.ones(1024, dtype=torch.bfloat16)}  # fmt: skip
+        file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        save_file(tensors, path / file)
+        index |= dict.fromkeys(tensors, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return path
+
+
+def peak_and_seconds(*words) -> tuple[int, float]:
+    """Highest anonymous memory of a command, in bytes, and the seconds of its own work."""
+    process, peak = command(*words, "--json", "-q"), 0
+    while process.poll() is None:
+        try:
+            with open(f"/proc/{process.pid}/status") as status:
+                found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+        except OSError:
+            pass
+        time.sleep(0.005)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return peak, json.loads(out)["seconds"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
+def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
+    sizes = (2, 6)
+    for layers in sizes:
+        (tmp_path / str(layers)).mkdir()
+        big(tmp_path / str(layers), layers)
+    largest_shard = max(p.stat().st_size for p in (tmp_path / "6").glob("*.safetensors"))
+    for scope in ("layer", "global"):
+        found = {n: peak_and_seconds("compress", "prune", tmp_path / str(n), "-o", tmp_path / f"{scope}-{n}", "--sparsity", "0.7", "--scope", scope) for n in sizes}
+        for peak, _ in found.values():
+            assert peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
+        assert found[6][0] < found[2][0] + (32 << 20)
+        assert found[6][1] < 3 * found[2][1] * 1.6 + 1.0
+
+
+def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path):
+    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    process = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6")
+    while process.poll() is None and not list((tmp_path / "out").glob(".model*")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130 and "--resume" in err, err
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path):
+    recipe = PruneRecipe(0.5)
+    checkpoint = Checkpoint(tiny)
+    targets, left = find_targets(checkpoint)
+    plan = make_plan(checkpoint, tmp_path / "out", recipe, targets, left)
+    open_output(plan, resume=False, overwrite=False)
+    (tmp_path / "out" / plan.shards[0].output).mkdir()       # in the way of the rename
+    with pytest.raises(TilepressError, match="cannot write"):
+        shards.run_parallel(plan, 2, 0, 1, "cpu")
+    assert isinstance(UsageError("x", "y"), TilepressError) and subprocess is not None
