@@ -62,7 +62,11 @@ def cli(capfd):
 def command(*words, **kwargs) -> subprocess.Popen:
     """The command line as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tilepress.cli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+        [sys.executable, "-m", "tilepress.cli", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
     )
 
 

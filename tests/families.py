@@ -9,12 +9,39 @@ _COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, 
 _GQA = _COMMON | {"hidden_size": 128, "intermediate_size": 200, "num_key_value_heads": 2}
 FAMILIES = {
     "llama": ("LlamaConfig", _GQA),
-    "llama-tied": ("LlamaConfig", _GQA | {"tie_word_embeddings": True, "hidden_size": 120, "intermediate_size": 77, "attention_bias": True}),
+    "llama-tied": (
+        "LlamaConfig",
+        _GQA | {"tie_word_embeddings": True, "hidden_size": 120, "intermediate_size": 77, "attention_bias": True},
+    ),
     "qwen2": ("Qwen2Config", _GQA),
-    "gpt2": ("GPT2Config", {"n_embd": 100, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}),
-    "opt": ("OPTConfig", _COMMON | {"hidden_size": 128, "ffn_dim": 200, "word_embed_proj_dim": 128, "max_position_embeddings": 128, "pad_token_id": 1}),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "n_embd": 100,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "vocab_size": 300,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+    "opt": (
+        "OPTConfig",
+        _COMMON
+        | {
+            "hidden_size": 128,
+            "ffn_dim": 200,
+            "word_embed_proj_dim": 128,
+            "max_position_embeddings": 128,
+            "pad_token_id": 1,
+        },
+    ),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4}),
-    "qwen3-moe": ("Qwen3MoeConfig", _GQA | {"moe_intermediate_size": 72, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        _GQA | {"moe_intermediate_size": 72, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    ),
 }
 
 
@@ -25,7 +52,7 @@ def build(path: Path, family: str, dtype: torch.dtype, shard_size: str, changes:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)             # biases and norms that matter
+                parameter.uniform_(0.5, 1.5)  # biases and norms that matter
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size=shard_size)
     return path

@@ -141,18 +141,15 @@ def perplexity_text(result: dict) -> str:
     title += f", {result['tokens']:,} scored, {protocol['dtype']} on {protocol['device']}"
     if protocol["limit"]:
         title += f" (quick: at most {protocol['limit']} windows)"
+
+    def first_cells(name: str, scores: dict) -> list[str]:
+        return [name, with_error(scores["perplexity"], scores["perplexity_stderr"]), f"{scores['bits_per_byte']:.4f}"]
+
     head, rows = ["model", "perplexity", "bits/byte"], []
-    row = [
-        result["model"],
-        with_error(result["perplexity"], result["perplexity_stderr"]),
-        f"{result['bits_per_byte']:.4f}",
-    ]
+    row = first_cells(result["model"], result)
     if "base" in result:
-        base = result["base"]
         head += ["nll change", "KL divergence", "same top token"]
-        rows.append(
-            [f"{base['model']} (base)", with_error(base["perplexity"], base["perplexity_stderr"]), "", "", "", ""]
-        )
+        rows.append([*first_cells(f"{result['base']['model']} (base)", result["base"]), "", "", ""])
         row += [
             with_error(result["delta_nll"], result["delta_nll_stderr"]),
             with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),

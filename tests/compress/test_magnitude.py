@@ -28,7 +28,9 @@ def test_layer_prunes_exactly_the_smallest(dtype, count):
     out, stats = prune(x, layer_threshold(x, count, "w"))
     np.testing.assert_array_equal(out.double().numpy(), expected(x, count))
     assert stats.zeros == count
-    assert stats.error == pytest.approx((float((x.double() - out.double()).norm()) / float(x.double().norm())), abs=1e-3)
+    assert stats.error == pytest.approx(
+        (float((x.double() - out.double()).norm()) / float(x.double().norm())), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +60,7 @@ def test_zeros_that_are_there_already_stay_and_lose_their_sign():
 @pytest.mark.parametrize("count", [0, 1, 26, 53])
 def test_rows(dtype, count):
     x = weight(dtype)
-    x[3] = 1.0                                              # a row of nothing but ties
+    x[3] = 1.0  # a row of nothing but ties
     out, stats = prune_rows(x, count, "w")
     for row in range(x.shape[0]):
         np.testing.assert_array_equal(out[row].double().numpy(), expected(x[row : row + 1], count)[0])
@@ -67,7 +69,11 @@ def test_rows(dtype, count):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_histogram_over_several_weights_finds_the_global_threshold(wide):
-    parts = [weight(torch.bfloat16, seed=1), weight(torch.bfloat16, 11, 200, seed=2), weight(torch.bfloat16, 5, 5, seed=3)]
+    parts = [
+        weight(torch.bfloat16, seed=1),
+        weight(torch.bfloat16, 11, 200, seed=2),
+        weight(torch.bfloat16, 5, 5, seed=3),
+    ]
     magnitudes = np.sort(np.abs(np.concatenate([part.double().numpy().ravel() for part in parts])), kind="stable")
     for count in (1, 1000, 3000, magnitudes.size):
         total = Histogram(wide)

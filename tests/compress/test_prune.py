@@ -36,7 +36,12 @@ def test_every_linear_of_the_decoder_is_a_target(checkpoint_of, family):
 
 def test_ignore_patterns(checkpoint_of):
     checkpoint = Checkpoint(checkpoint_of("llama"))
-    for pattern, count in (("down_proj", 12), ("*.0.*", 7), (r"re:layers\.1\.self", 10), ("model.layers.0.mlp.up_proj", 13)):
+    for pattern, count in (
+        ("down_proj", 12),
+        ("*.0.*", 7),
+        (r"re:layers\.1\.self", 10),
+        ("model.layers.0.mlp.up_proj", 13),
+    ):
         targets, left = find_targets(checkpoint, ("lm_head", pattern))
         assert len(targets) == count
         assert any(pattern in item.reason for item in left)
@@ -47,7 +52,9 @@ def test_ignore_patterns(checkpoint_of):
 def test_prefixless_names_are_recognized(checkpoint_of, tmp_path):
     """GPT-2 on the hub is stored without `transformer.`."""
     source = checkpoint_of("gpt2", shard_size="10MB")
-    tensors = {name.removeprefix("transformer."): value for name, value in load_file(source / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("transformer."): value for name, value in load_file(source / "model.safetensors").items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     assert len(find_targets(Checkpoint(tmp_path))[0]) == LINEARS["gpt2"]
@@ -59,7 +66,9 @@ def test_prefixless_names_are_recognized(checkpoint_of, tmp_path):
 def test_zeros_are_exact_and_the_right_ones(checkpoint_of, tmp_path, family, scope, dtype):
     sparsity = 0.37
     source = Checkpoint(checkpoint_of(family, dtype))
-    manifest = prune(source.path, tmp_path / "out", sparsity, scope=scope, layout="dense" if dtype == torch.float32 else "tiled-csl")
+    manifest = prune(
+        source.path, tmp_path / "out", sparsity, scope=scope, layout="dense" if dtype == torch.float32 else "tiled-csl"
+    )
     result = Checkpoint(tmp_path / "out")
     targets = {t.name: t for t in find_targets(source)[0]}
     kept, dropped = [], []
@@ -75,7 +84,9 @@ def test_zeros_are_exact_and_the_right_ones(checkpoint_of, tmp_path, family, sco
         assert record["zeros"] == int(zeros.sum()) == before.numel() - record["nonzeros"]
         if scope == "row":
             assert (zeros == round(sparsity * before.shape[1])).all()
-            assert (before.abs().masked_fill(after == 0, np.inf).amin(1) >= before.abs().masked_fill(after != 0, 0).amax(1)).all()
+            assert (
+                before.abs().masked_fill(after == 0, np.inf).amin(1) >= before.abs().masked_fill(after != 0, 0).amax(1)
+            ).all()
         elif scope == "layer":
             assert int(zeros.sum()) == round(sparsity * before.numel())
         kept.append(before.abs()[after != 0])

@@ -26,7 +26,11 @@ from tilepress.formats.checkpoint import Checkpoint
 
 
 def digest(folder) -> dict[str, str]:
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def plan_for(source, output, sparsity=0.6, **settings):
@@ -121,7 +125,22 @@ def test_ranks_and_workers_write_the_same_bytes(checkpoint_of, tmp_path, cli, mo
     ran = cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6")
     assert ran.code == 2 and "--world-size" in ran.err
     assert cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6", "--world-size", "1").code == 0
-    assert cli("compress", "prune", source, "-o", tmp_path / "job2", "--sparsity", "0.6", "--rank", "3", "--world-size", "2").code == 2
+    assert (
+        cli(
+            "compress",
+            "prune",
+            source,
+            "-o",
+            tmp_path / "job2",
+            "--sparsity",
+            "0.6",
+            "--rank",
+            "3",
+            "--world-size",
+            "2",
+        ).code
+        == 2
+    )
 
 
 def test_output_in_the_way(checkpoint_of, tmp_path, cli):
@@ -134,7 +153,7 @@ def test_output_in_the_way(checkpoint_of, tmp_path, cli):
     assert ran.code == 2 and "finished artifact" in ran.err and "--overwrite" in ran.err
     ran = cli(*words[:-1], "0.7", "--resume")
     assert ran.code == 2 and "another run" in ran.err
-    assert cli(*words, "--resume").code == 0 and digest(done) == before      # complete already
+    assert cli(*words, "--resume").code == 0 and digest(done) == before  # complete already
     assert cli(*words[:-1], "0.7", "--overwrite").code == 0 and digest(done) != before
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -142,7 +161,7 @@ def test_output_in_the_way(checkpoint_of, tmp_path, cli):
     for flag in ("--overwrite", "--resume"):
         ran = cli(*words[:4], foreign, *words[5:], flag)
         assert ran.code == 2 and (foreign / "thesis.txt").read_text() == "mine"
-    assert cli(*words[:4], source, *words[5:], "--overwrite").code == 2      # output is input
+    assert cli(*words[:4], source, *words[5:], "--overwrite").code == 2  # output is input
     assert Checkpoint(source).weights
 
 
@@ -155,7 +174,9 @@ def test_changed_source_is_done_again(checkpoint_of, tmp_path):
     assert all(planning.done_record(plan, shard) for shard in plan.shards)
     touched = source / plan.shards[0].source
     os.utime(touched, ns=(1, 1))
-    assert [planning.done_record(plan, shard) is None for shard in plan.shards] == [True] + [False] * (len(plan.shards) - 1)
+    assert [planning.done_record(plan, shard) is None for shard in plan.shards] == [True] + [False] * (
+        len(plan.shards) - 1
+    )
 
 
 def test_too_little_disk_is_told_before_the_work(checkpoint_of, tmp_path, cli, monkeypatch):
@@ -206,15 +227,30 @@ def test_source_that_breaks_its_own_hash_is_refused(artifact, tmp_path, cli):
 
 def big(path, layers: int):
     """A Llama-shaped checkpoint of one shard a layer, 37 MB each, written without building the model."""
-    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=4, vocab_size=64)
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=64,
+    )
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(path)
-    index, shapes = {}, {"mlp.gate_proj": (4096, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096),
-                         "self_attn.q_proj": (1024, 1024), "self_attn.o_proj": (1024, 1024), "self_attn.k_proj": (256, 1024), "self_attn.v_proj": (256, 1024)}  # fmt: skip
+    shapes = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (4096, 1024)) | {"mlp.down_proj": (1024, 4096)}
+    shapes |= dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (1024, 1024))
+    shapes |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (256, 1024))
+    index = {}
     generator = torch.Generator().manual_seed(0)
     for layer in range(layers):
-        tensors = {f"model.layers.{layer}.{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
-        tensors |= {f"model.layers.{layer}.{name}.weight": torch.ones(1024, dtype=torch.bfloat16) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors = {
+            f"model.layers.{layer}.{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        tensors |= {
+            f"model.layers.{layer}.{name}.weight": torch.ones(1024, dtype=torch.bfloat16)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         if layer == 0:
             tensors |= {"model.embed_tokens.weight": torch.ones(64, 1024, dtype=torch.bfloat16), "lm_head.weight": torch.ones(64, 1024, dtype=torch.bfloat16),
                         "model.norm.weight": torch.ones(1024, dtype=torch.bfloat16)}  # fmt: skip
@@ -249,7 +285,20 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
         big(tmp_path / str(layers), layers)
     largest_shard = max(p.stat().st_size for p in (tmp_path / "6").glob("*.safetensors"))
     for scope in ("layer", "global"):
-        found = {n: peak_and_seconds("compress", "prune", tmp_path / str(n), "-o", tmp_path / f"{scope}-{n}", "--sparsity", "0.7", "--scope", scope) for n in sizes}
+        found = {
+            n: peak_and_seconds(
+                "compress",
+                "prune",
+                tmp_path / str(n),
+                "-o",
+                tmp_path / f"{scope}-{n}",
+                "--sparsity",
+                "0.7",
+                "--scope",
+                scope,
+            )
+            for n in sizes
+        }
         for peak, _ in found.values():
             assert peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
         assert found[6][0] < found[2][0] + (32 << 20)
@@ -273,7 +322,7 @@ def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path):
     targets, left = find_targets(checkpoint)
     plan = make_plan(checkpoint, tmp_path / "out", recipe, targets, left)
     open_output(plan, resume=False, overwrite=False)
-    (tmp_path / "out" / plan.shards[0].output).mkdir()       # in the way of the rename
+    (tmp_path / "out" / plan.shards[0].output).mkdir()  # in the way of the rename
     with pytest.raises(TilepressError, match="cannot write"):
         shards.run_parallel(plan, 2, 0, 1, "cpu")
     assert isinstance(UsageError("x", "y"), TilepressError) and subprocess is not None

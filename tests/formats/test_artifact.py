@@ -10,7 +10,11 @@ from tilepress.formats import TilepressError
 from tilepress.formats.artifact import PlannedTensor, ShardWriter, disk_errors, sha256_file
 from tilepress.formats.checkpoint import read_header
 
-PLANNED = [PlannedTensor("words", torch.int32, 1000), PlannedTensor("dense", torch.bfloat16, 12, 2), PlannedTensor("scalar", torch.bfloat16, 1, 0)]
+PLANNED = [
+    PlannedTensor("words", torch.int32, 1000),
+    PlannedTensor("dense", torch.bfloat16, 12, 2),
+    PlannedTensor("scalar", torch.bfloat16, 1, 0),
+]
 
 
 def test_streamed_file_is_ordinary_safetensors(tmp_path):

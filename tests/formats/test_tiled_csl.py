@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def replay(packed: TiledCSL) -> int:
     """Wavefronts of a warp that stores every tile once: distinct words of the fullest bank, step by step, in plain Python."""
     total = 0
     ends = packed.offsets.tolist()
-    for first, last in zip(ends, ends[1:], strict=False):
+    for first, last in pairwise(ends):
         words = packed.words[4 * first : 4 * last].tolist()
         for load in range(0, len(words), 128):
             for v in range(4):
@@ -69,21 +70,26 @@ def test_golden_words_are_those_of_the_specification():
     section = DOC.read_text().split("### Golden bytes")[1]
     words = [int(word, 16) for word in re.findall(r"\b[0-9a-f]{8}\b", section)]
     assert (packed.words.numpy().astype(np.int64) & 0xFFFFFFFF).tolist() == words
-    assert packed.words[:3].numpy().tobytes() == bytes.fromhex("803f0000" "00c00200" "003f8200")
+    assert packed.words[:3].numpy().tobytes() == bytes.fromhex("803f000000c00200003f8200")
     assert packed.offsets.tolist() == [0, 8, 8, 16, 16]
     assert packed.layout().tolist() == [2, 66, 64, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tile_rows", [64, 128, None])
-@pytest.mark.parametrize("rows,cols,sparsity", [(1, 1, 0.0), (128, 64, 0.0), (130, 70, 0.5), (200, 130, 0.9), (64, 200, 0.99), (129, 65, 1.0), (300, 257, 0.3)])
+@pytest.mark.parametrize(
+    "rows,cols,sparsity",
+    [(1, 1, 0.0), (128, 64, 0.0), (130, 70, 0.5), (200, 130, 0.9), (64, 200, 0.99), (129, 65, 1.0), (300, 257, 0.3)],
+)
 def test_round_trip_and_independent_decoder(rows, cols, sparsity, tile_rows, dtype):
     weight = random_weight(rows, cols, sparsity, dtype)
     packed = pack(weight, tile_rows)
     assert torch.equal(bits(unpack(packed)), bits(weight))
     found = decode(packed.words.numpy(), packed.offsets.numpy(), packed.layout().numpy())
     expected = scipy.sparse.coo_array(bits(weight).numpy())
-    assert found == {(int(r), int(c)): int(v) & 0xFFFF for r, c, v in zip(expected.row, expected.col, expected.data, strict=True)}
+    assert found == {
+        (int(r), int(c)): int(v) & 0xFFFF for r, c, v in zip(expected.row, expected.col, expected.data, strict=True)
+    }
     problems, stats = check(packed)
     assert problems == []
     assert stats.nonzeros == expected.nnz
@@ -95,7 +101,9 @@ def test_product_equals_scipy(sparsity):
     weight = random_weight(190, 310, sparsity)
     x = torch.randn(310, 3, dtype=torch.float64)
     expected = scipy.sparse.csr_array(weight.double().numpy()) @ x.numpy()
-    np.testing.assert_array_equal(unpack(pack(weight)).double().numpy() @ x.numpy(), weight.double().numpy() @ x.numpy())
+    np.testing.assert_array_equal(
+        unpack(pack(weight)).double().numpy() @ x.numpy(), weight.double().numpy() @ x.numpy()
+    )
     np.testing.assert_allclose(unpack(pack(weight)).double().numpy() @ x.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -133,10 +141,12 @@ def test_order_meets_few_bank_conflicts(sparsity, ceiling):
     assert stats.wavefronts == replay(packed) == check(packed)[1].wavefronts
     shuffled = packed.words.clone()
     for first, last in zip(packed.offsets[:-1] * 4, packed.offsets[1:] * 4, strict=True):
-        shuffled[first:last] = packed.words[first:last][torch.randperm(int(last - first), generator=torch.Generator().manual_seed(1))]
+        shuffled[first:last] = packed.words[first:last][
+            torch.randperm(int(last - first), generator=torch.Generator().manual_seed(1))
+        ]
     unordered = TiledCSL(shuffled, packed.offsets, packed.rows, packed.cols, packed.tile_rows, packed.dtype)
-    assert 32 * replay(unordered) / stats.nonzeros > 3.0                # the metric can fail
-    assert torch.equal(bits(unpack(unordered)), bits(weight))           # and order is nobody's business but the kernel's
+    assert 32 * replay(unordered) / stats.nonzeros > 3.0  # the metric can fail
+    assert torch.equal(bits(unpack(unordered)), bits(weight))  # and order is nobody's business but the kernel's
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.97, 0.995])
@@ -156,7 +166,7 @@ def test_uneven_banks_and_columns_keep_every_element():
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         weight = random_weight(128, 128, 0.3, seed=seed)
-        weight[:, torch.rand(128, generator=generator) < 0.6] = 0        # whole columns: some banks stay empty
+        weight[:, torch.rand(128, generator=generator) < 0.6] = 0  # whole columns: some banks stay empty
         weight[torch.rand(128, generator=generator) < 0.5] = 0
         for tile_rows in (64, 128):
             packed = pack(weight, tile_rows)
@@ -218,7 +228,16 @@ def test_check_finds_items_outside_the_weight():
 
 
 @pytest.mark.parametrize(
-    "layout", [[0, 4, 64, 0, 0], [4, 4, 32, 0, 0], [4, 4, 64, 2, 0], [4, 4, 64, -1, 0], [4, 4, 64, 0, 7], [4, 4, 64, 0], [400, 4, 64, 0, 0]]
+    "layout",
+    [
+        [0, 4, 64, 0, 0],
+        [4, 4, 32, 0, 0],
+        [4, 4, 64, 2, 0],
+        [4, 4, 64, -1, 0],
+        [4, 4, 64, 0, 7],
+        [4, 4, 64, 0],
+        [400, 4, 64, 0, 0],
+    ],
 )
 def test_layout_out_of_range_is_refused(layout):
     packed = pack(random_weight(4, 4, 0.5), 64)

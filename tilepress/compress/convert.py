@@ -55,7 +55,7 @@ def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone
         if weight.layout == "dense":
             left.append(LeftAlone(weight.name, "already dense"))
         else:
-            packed = checkpoint.packed(weight)
+            packed = checkpoint.packed_shape(weight)
             targets.append(Target(weight, packed.rows, packed.cols, packed.dtype, packed.transposed))
     if not targets:
         raise UsageError(f"{checkpoint.path.name} has no packed weight", "it is dense already")

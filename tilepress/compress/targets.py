@@ -92,7 +92,7 @@ def find_targets(
     targets, left = [], []
     unused = set(patterns) - {"lm_head"}
     for name, weight in checkpoint.weights.items():
-        packed = checkpoint.packed(weight) if weight.layout != "dense" else None
+        packed = checkpoint.packed_shape(weight) if weight.layout != "dense" else None
         shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
         path = module_path(name, known, model.base_model_prefix) if name.endswith(".weight") else None
         module = modules.get(path)

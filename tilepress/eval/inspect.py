@@ -52,7 +52,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
             entry = weight.entries[0]
             shape, dtype, tile = entry.shape, dtype_name(entry.dtype), None
         else:
-            packed = checkpoint.packed(weight)
+            packed = checkpoint.packed_shape(weight)
             shape, dtype, tile = ((packed.rows, packed.cols), dtype_name(packed.dtype), packed.tile_rows * 64)
         nonzeros = record.get("nonzeros")
         rows.append(

@@ -161,12 +161,13 @@ def perplexity(
             kl_of_tokens.append(divergences.cpu())
     progress("window", len(spans), len(spans))
     tokens = sum(nll.counts)
+    bits = tokens / max(scored_bytes, 1) / math.log(2)  # of one nat a token, for each byte of text
     result = {
         "perplexity": math.exp(nll.mean),
         "perplexity_stderr": _times(math.exp(nll.mean), nll.stderr),
         "nll": nll.mean,
         "nll_stderr": nll.stderr,
-        "bits_per_byte": nll.mean * tokens / scored_bytes / math.log(2) if scored_bytes else None,
+        "bits_per_byte": nll.mean * bits,
         "tokens": tokens,
         "windows": len(spans),
         "window_nll": [total / count for total, count in zip(nll.sums, nll.counts, strict=True)],
@@ -190,6 +191,7 @@ def perplexity(
                 "perplexity_stderr": _times(math.exp(base_nll.mean), base_nll.stderr),
                 "nll": base_nll.mean,
                 "nll_stderr": base_nll.stderr,
+                "bits_per_byte": base_nll.mean * bits,
             },
             "delta_nll": delta.mean,
             "delta_nll_stderr": delta.stderr,

@@ -265,6 +265,12 @@ class Checkpoint:
         """The stored tensors of a packed weight, with their shapes checked."""
         return tiled_csl.from_parts(*(self.read(entry.name) for entry in weight.entries), name=weight.name)
 
+    def packed_shape(self, weight: Weight) -> tiled_csl.TiledCSL:
+        """The same without its words and offsets: they are empty, of the declared sizes, on the meta device."""
+        words, offsets, layout = weight.entries
+        empty = (torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in (words, offsets))
+        return tiled_csl.from_parts(*empty, self.read(layout.name), name=weight.name)
+
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:
         """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
         if weight.layout == "dense":

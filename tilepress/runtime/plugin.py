@@ -17,8 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilepress.formats import TilepressError
 from tilepress.formats.artifact import FORMAT_VERSION
-from tilepress.formats.checkpoint import DTYPE_NAMES, MANIFEST_NAME, Checkpoint, Weight, module_path
-from tilepress.formats.tiled_csl import TiledCSL, check_offsets, from_parts
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, module_path
+from tilepress.formats.tiled_csl import check_offsets
 from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
 
 METHOD = "tilepress"
@@ -135,7 +135,7 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     for weight in checkpoint.weights.values():
         if weight.layout == "dense":
             continue
-        packed = _empty(checkpoint, weight)
+        packed = checkpoint.packed_shape(weight)
         path = module_path(weight.name, set(modules), model.base_model_prefix)
         if path is not None:
             module = modules[path]
@@ -177,22 +177,6 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
                 "compress again with --ignore '*.experts.*', or convert --to dense",
             )
         model.set_submodule(path, PackedExperts(original, numbered))
-
-
-def _empty(checkpoint: Checkpoint, weight: Weight) -> TiledCSL:
-    words, offsets, layout = weight.entries
-    for entry in (words, offsets):
-        if entry.dtype != torch.int32 or len(entry.shape) != 1:
-            raise TilepressError(
-                f"{entry.name} is {DTYPE_NAMES[entry.dtype]} {list(entry.shape)}, expected I32 with one dimension",
-                _VERIFY,
-            )
-    return from_parts(
-        torch.empty(words.shape, dtype=torch.int32, device="meta"),
-        torch.empty(offsets.shape, dtype=torch.int32, device="meta"),
-        checkpoint.read(layout.name),
-        weight.name,
-    )
 
 
 def _experts_path(modules: dict, stored: str, name: str) -> str:

@@ -1,0 +1,211 @@
+"""Perplexity against a float64 computation of its own, the recipes, the comparison with a base, every kind of text."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import prune
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tilepress
+from tilepress.compress.calibration import documents, token_ids
+from tilepress.eval.perplexity import Protocol, WindowSums, perplexity
+from tilepress.formats import UsageError
+from tilepress.formats.checkpoint import Checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tilepress.load(tiny, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer, text):
+    docs = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    return tokenizer("\n\n".join(docs))["input_ids"]
+
+
+def log_probabilities(model, window):
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([window])).logits[0].double(), -1)
+
+
+def test_gptq_recipe_against_float64(model, tokenizer, text, ids):
+    found = perplexity(model, tokenizer, Protocol(str(text), seqlen=256, limit=3))
+    losses = []
+    for w in range(3):
+        window = ids[256 * w : 256 * (w + 1)]
+        logp = log_probabilities(model, window)
+        losses.append([-float(logp[i, window[i + 1]]) for i in range(255)])
+    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert found["nll_stderr"] == pytest.approx(np.mean(losses, 1).std(ddof=1) / math.sqrt(3), rel=1e-4)
+    assert (found["tokens"], found["windows"]) == (765, 3)
+    scored = sum(len(tokenizer.decode(ids[256 * w + 1 : 256 * (w + 1)]).encode()) for w in range(3))
+    assert found["bits_per_byte"] == pytest.approx(np.sum(losses) / scored / math.log(2), rel=1e-5)
+    assert (
+        found["protocol"]["recipe"] == "gptq"
+        and found["protocol"]["stride"] == 256
+        and found["protocol"]["bos"] is False
+    )
+
+
+def test_strided_recipe_scores_every_token_once(model, tokenizer, tmp_path, ids):
+    some = tmp_path / "some.txt"
+    some.write_text(tokenizer.decode(ids[:700]))
+    again = tokenizer(some.read_text())["input_ids"]
+    found = perplexity(model, tokenizer, Protocol(str(some), "strided", seqlen=256, stride=100))
+    losses, scored = [], 1
+    for begin in range(0, len(again), 100):
+        end = min(begin + 256, len(again))
+        logp = log_probabilities(model, again[begin:end])
+        losses += [-float(logp[i - 1 - begin, again[i]]) for i in range(scored, end)]
+        scored = end
+        if end == len(again):
+            break
+    assert found["tokens"] == len(again) - 1 == len(losses)
+    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+def test_comparison_with_a_base(model, tokenizer, text, ids, artifact):
+    other = tilepress.load(artifact, dtype=torch.float32)
+    found = perplexity(other, tokenizer, Protocol(str(text), seqlen=200, limit=4), base=model)
+    deltas, kls, same = [], [], []
+    for w in range(4):
+        window = ids[200 * w : 200 * (w + 1)]
+        p, q = log_probabilities(model, window)[:-1], log_probabilities(other, window)[:-1]
+        pick = torch.tensor(window[1:])[:, None]
+        deltas.append(float((p.gather(1, pick) - q.gather(1, pick)).mean()))
+        kls.append((p.exp() * (p - q)).sum(1))
+        same.append((p.argmax(1) == q.argmax(1)).double())
+    kl = torch.cat(kls)
+    assert found["delta_nll"] == pytest.approx(np.mean(deltas), rel=1e-5)
+    assert found["delta_nll_stderr"] == pytest.approx(np.std(deltas, ddof=1) / 2, rel=1e-4)
+    assert found["delta_nll_stderr"] < found["nll_stderr"]  # pairing removes the text's own variance
+    assert found["kl_divergence"]["mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert found["kl_divergence"]["max"] == pytest.approx(float(kl.max()), rel=1e-4)
+    assert found["kl_divergence"]["p99"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-4)
+    assert found["top1_agreement"] == pytest.approx(float(torch.cat(same).mean()))
+    assert found["nll"] - found["base"]["nll"] == pytest.approx(found["delta_nll"], rel=1e-6)
+    itself = perplexity(model, tokenizer, Protocol(str(text), seqlen=200, limit=2), base=model)
+    assert itself["delta_nll"] == 0 and itself["kl_divergence"]["max"] == 0 and itself["top1_agreement"] == 1
+
+
+def test_packed_equals_the_masked_dense_model_and_costs_little(tiny, artifact, tmp_path, tokenizer, text):
+    """Perplexity to 1e-3; at most 2.5 times the dense time (best of three, whole windows)."""
+    prune(tiny, tmp_path / "dense", 0.6, layout="dense")
+    packed, dense = tilepress.load(artifact), AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    protocol = Protocol(str(text), seqlen=1024, limit=8)
+    results, seconds = {}, {"packed": [], "dense": []}
+    for _ in range(3):
+        for name, which in (("packed", packed), ("dense", dense)):
+            started = time.perf_counter()
+            results[name] = perplexity(which, tokenizer, protocol)
+            seconds[name].append(time.perf_counter() - started)
+    assert results["packed"]["perplexity"] == pytest.approx(results["dense"]["perplexity"], rel=1e-3)
+    assert min(seconds["packed"]) < 2.5 * min(seconds["dense"])
+
+
+def test_error_of_windows_of_different_lengths():
+    sums = WindowSums()
+    for total, count in ((10.0, 5), (30.0, 10), (4.0, 1)):
+        sums.add(total, count)
+    assert sums.mean == 44 / 16
+    residuals = np.array([10 - 5 * 2.75, 30 - 10 * 2.75, 4 - 2.75])
+    assert sums.stderr == pytest.approx(math.sqrt(3 / 2 * (residuals**2).sum()) / 16)
+
+
+def test_every_kind_of_text_is_read_the_same(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    docs = ["one\ntwo\n\nthree ", "  four", "fünf"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in docs))
+    pyarrow.parquet.write_table(pyarrow.table({"text": docs}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text(docs[0])
+    assert list(documents(str(tmp_path / "a.jsonl"))) == docs == list(documents(str(tmp_path / "a.parquet")))
+    assert list(documents(str(tmp_path / "a.txt"))) == [docs[0]]
+
+
+def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "other.jsonl").write_text('{"content": "x"}\n')
+    (tmp_path / "broken.jsonl").write_text("{oops\n")
+    for source, message in (
+        ("other.jsonl", "no text column"),
+        ("broken.jsonl", "cannot read"),
+        ("missing.txt", "no file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            list(documents(str(tmp_path / source)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="cannot read the text of nobody/nothing"):
+        list(documents("nobody/nothing"))
+
+
+def test_limit_reads_only_what_it_needs(tokenizer, text, ids):
+    some = token_ids(tokenizer, str(text), at_least=1500)
+    assert 1500 <= len(some) < len(ids) and some[:1500] == ids[:1500]
+
+
+def test_requests_that_make_no_sense(model, tokenizer, text, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    for make, message in (
+        (
+            lambda: perplexity(model, tokenizer, Protocol(str(tmp_path / "short.txt"), seqlen=512)),
+            "less than one window",
+        ),
+        (lambda: perplexity(model, tokenizer, Protocol(str(text), seqlen=10_000)), "longer than the model's 4096"),
+        (lambda: Protocol("x", "lm-eval"), "unknown"),
+        (lambda: Protocol("x", seqlen=1), "nothing to score"),
+        (lambda: Protocol("x", limit=0), "nothing to score"),
+        (lambda: Protocol("x", "gptq", stride=7), "without overlap"),
+        (lambda: Protocol("x", "strided", seqlen=64, stride=65), "not in 1..64"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make()
+
+
+def test_command_prints_and_gates(artifact, tiny, text, cli):
+    words = ("eval", "perplexity", artifact, "--base", tiny, "--dataset", text, "--seqlen", "256", "--limit", "3")
+    ran = cli(*words, "--json")
+    assert ran.code == 0
+    keys = "perplexity nll nll_stderr bits_per_byte tokens windows protocol paths base delta_nll delta_nll_stderr kl_divergence top1_agreement"
+    assert set(keys.split()) <= set(ran.json)
+    assert ran.json["paths"] == {"tiled_csl_spmm reference on cpu": 28, "torch linear on cpu": 1}
+    ran = cli(*words)
+    assert (
+        ran.code == 0
+        and "(base)" in ran.out
+        and "quick: at most 3 windows" in ran.out
+        and "ran 28 layers by tiled_csl_spmm reference" in ran.out
+    )
+    gated = cli(*words, "--max-increase", "5%")
+    assert gated.code == 3 and "check failed" in gated.err
+    assert cli(*words, "--max-increase", "99999%").code == 0
+    assert cli("eval", "perplexity", artifact, "--dataset", text, "--max-increase", "5%").code == 2
+    assert cli(*words, "--max-increase", "much").code == 2
+
+
+def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
+    ran = cli(
+        "eval",
+        "perplexity",
+        artifact,
+        "--base",
+        checkpoint_of("llama"),
+        "--dataset",
+        text,
+        "--seqlen",
+        "128",
+        "--limit",
+        "1",
+    )
+    assert ran.code == 2 and "vocabularies" in ran.err and Checkpoint(artifact)

@@ -1,0 +1,128 @@
+"""The command line: two-line errors, exit codes, what the demo shows, progress without a terminal."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tilepress import screen
+from tilepress.screen import Bar, size, table
+
+
+@pytest.mark.parametrize(
+    "words,code",
+    [
+        (("compress", "prune", "nowhere/at/all", "-o", "x", "--sparsity", "0.5"), 2),
+        (("compress", "prune", "x", "-o", "y"), 2),
+        (("compress", "prune", "x", "-o", "y", "--sparsity", "half"), 2),
+        (("compress", "prune", "x", "-o", "y", "--sparsity", "0.5", "--scope", "block"), 2),
+        (("compress", "prune", "x", "-o", "y", "--sparsity", "0.5", "--method", "oracle"), 2),
+        (("compress", "prune", "x", "-o", "y", "--sparsity", "0.5", "--format", "zip"), 2),
+        (("compress", "prune", "x", "-o", "y", "--sparsity", "0.5", "--dtype", "int3"), 2),
+        (("eval", "perplexity", "nowhere/at/all"), 2),
+        (("inspect", "nowhere/at/all"), 2),
+        (("verify", "nowhere/at/all"), 1),
+        (("convert", "nowhere/at/all", "-o", "y", "--to", "dense"), 2),
+        (("frobnicate",), 2),
+        (("inspect", "--frobnicate", "x"), 2),
+    ],
+)
+def test_wrong_usage_is_two_lines(cli, tmp_path, monkeypatch, words, code):
+    monkeypatch.chdir(tmp_path)
+    ran = cli(*words)
+    assert ran.code == code and ran.out == ""
+    lines = ran.err.strip().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("hint: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_that_is_not_there(cli, tiny, tmp_path):
+    for device in ("cuda:77", "abacus"):
+        ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "--device", device)
+        assert ran.code == 2 and device in ran.err and not (tmp_path / "x").exists()
+
+
+def test_unforeseen_errors_have_two_lines_too(tmp_path):
+    script = "import sys; sys.argv[1:] = ['env']; import torch; torch.get_num_threads = lambda: 1 / 0; import tilepress.cli as c; c.main()"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.returncode == 1 and len(ran.stderr.strip().splitlines()) == 2 and "TILEPRESS_DEBUG=1" in ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={"TILEPRESS_DEBUG": "1", "PATH": ""}
+    )
+    assert ran.returncode == 1 and "Traceback" in ran.stderr
+
+
+def test_results_on_stdout_words_on_stderr(cli, tiny, tmp_path):
+    ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "--json")
+    facts = json.loads(ran.out)
+    assert (
+        facts["sparsity"] == 0.5
+        and facts["targets"] == 28
+        and "pruning: done" in ran.err
+        and "next: tilepress eval perplexity" in ran.err
+    )
+    quiet = cli("compress", "prune", tiny, "-o", tmp_path / "y", "--sparsity", "0.5", "-q")
+    assert quiet.err == "" and "50.00% of 28 linear weights" in quiet.out and "left alone 1 x embedding" in quiet.out
+
+
+def test_env(cli):
+    found = cli("env", "--json").json
+    assert found["tilepress"] and found["torch"] and "sparse linears run on" in found
+    assert "transformers" in cli("env").out
+
+
+def test_demo_shows_the_whole_path(tmp_path):
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-m", "tilepress.cli", "demo", "-o", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        env=None,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert time.monotonic() - started < 90
+    lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("  magnitude")]
+    perplexities = [float(line[6]) for line in lines]
+    assert len(lines) == 4 and perplexities == sorted(perplexities)
+    assert (
+        ran.stderr.count("$ tilepress compress prune")
+        == ran.stderr.count("$ tilepress verify")
+        == ran.stderr.count("$ tilepress eval perplexity")
+        == 4
+    )
+    assert (tmp_path / "demo" / "tiny-60" / "tilepress.json").exists()
+    again = subprocess.run(
+        [sys.executable, "-m", "tilepress.cli", "demo", "-o", str(tmp_path / "demo")], capture_output=True, text=True
+    )
+    assert again.returncode == 2 and "holds files" in again.stderr
+
+
+def test_plain_progress_names_the_item_and_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr(screen, "_PLAIN_EVERY_S", -1)
+    with Bar("pruning", 10, quiet=False) as bar:
+        bar.step("layers.0", 5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("pruning: 50 %  layers.0  about ") and lines[1].startswith("pruning: done in")
+
+
+def test_bar_on_a_terminal(monkeypatch):
+    import io
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar("pruning", 10, quiet=False) as bar:
+        bar.step("layers.0.up_proj", 5)
+        bar._live.refresh()
+    assert "layers.0.up_proj" in terminal.getvalue() and "left" in terminal.getvalue()
+
+
+def test_tables_and_sizes():
+    assert table("t", ["a", "b"], [["x", "1"], ["long", "22"]]) == "t\n\n  a      b\n  x      1\n  long  22"
+    assert [size(n) for n in (5, 5000, 8_390_000, 2e10)] == ["5 B", "5.00 kB", "8.39 MB", "20.00 GB"]

@@ -1,0 +1,69 @@
+"""Imports go one way, formats import nothing of ours, and nothing heavy is imported for `--help`."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "tilepress"
+ALLOWED = {
+    "formats": {"formats"},
+    "kernels": {"kernels", "formats"},
+    "runtime": {"runtime", "kernels", "formats"},
+    "compress": {"compress", "formats", "__init__"},
+    "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration"},
+    "demo": set(),
+    "hf": {"runtime"},
+    "screen": set(),
+    "__init__": {"runtime"},
+    "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "__init__"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports anywhere, as `part.module`; names from the package itself as `__init__` or `part`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module] if node.module != "tilepress" else [f"tilepress.{alias.name}" for alias in node.names]
+        found |= {name.removeprefix("tilepress.") for name in names if name.split(".")[0] == "tilepress"}
+    return {"__init__" if name in ("__version__", "tilepress") else name for name in found}
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for name in imports(path):
+            if name.split(".")[0] not in ALLOWED[part] and name not in ALLOWED[part]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def test_formats_know_no_transformers_and_only_the_screen_prints():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part == "formats":
+            assert "import transformers" not in text and "from transformers" not in text, path
+        if part not in ("cli", "screen"):
+            assert "print(" not in text, path
+
+
+def test_help_is_quick_and_imports_no_torch():
+    script = (
+        "import sys, tilepress.cli as c; sys.argv[1:] = ['compress', 'prune', '--help']\n"
+        "try: c.main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "tilepress.cli", "--help"], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
