@@ -63,6 +63,9 @@ class TilepressQuantizer(HfQuantizer):
         checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
         check_sizes(checkpoint)
         replace_packed(model, checkpoint)
+        check_shapes(model, checkpoint)
+        self._model = model  # transformers before 5.20 does not hand it to update_weight_conversions
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
         adjust = model._adjust_missing_and_unexpected_keys
 
         def refuse_any(loading_info):
@@ -70,25 +73,29 @@ class TilepressQuantizer(HfQuantizer):
             for what in ("missing", "unexpected", "mismatched"):
                 keys = sorted(str(key) for key in getattr(loading_info, f"{what}_keys"))
                 if keys:
-                    raise TilepressError(
-                        f"{len(keys)} {what} tensors in {checkpoint.path.name}: {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}",
-                        _VERIFY,
-                    )
+                    names = ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
+                    raise TilepressError(f"{len(keys)} {what} tensors in {checkpoint.path.name}: {names}", _VERIFY)
 
         # The one place where the loader's final list is known before it returns a model.
         model._adjust_missing_and_unexpected_keys = refuse_any
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         model.__dict__.pop("_adjust_missing_and_unexpected_keys", None)
+        for name, parameter in model.named_parameters():
+            # transformers before 5.20 leaves the stored dtype on some renamed tensors
+            if parameter.dtype != self._dtypes.get(name, parameter.dtype):
+                parameter.data = parameter.data.to(self._dtypes[name])
         for name, module in model.named_modules():
             if isinstance(module, TiledCSLLinear) and module.weight.device.type != "meta":
                 problem = check_offsets(module.weight_offsets, module.weight.numel())
                 if problem:
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
+        del self._model, self._dtypes
         return model
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def update_weight_conversions(self, weight_conversions, model=None):
         """Drops the merging of experts that are packed one by one; renamings stay."""
+        model = model or self._model
         if any(isinstance(module, PackedExperts) for module in model.modules()):
             names = list(model.state_dict())
             merging = [c for c in weight_conversions if hasattr(c, "operations")]
@@ -122,6 +129,18 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         if file["name"] in checkpoint.shards and path.stat().st_size != file["bytes"]:
             raise TilepressError(
                 f"{file['name']} has {path.stat().st_size} bytes, {MANIFEST_NAME} declares {file['bytes']}", _VERIFY
+            )
+
+
+def check_shapes(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Compares what the shards declare with the model, for every tensor whose name is the model's: not every version of the loader does."""
+    prefix = f"{model.base_model_prefix}."
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, entry in checkpoint.tensors.items():
+        known = next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in expected), None)
+        if known is not None and expected[known] != entry.shape:
+            raise TilepressError(
+                f"{name} is {list(entry.shape)}, a mismatch with the model's {list(expected[known])}", _VERIFY
             )
 
 
