@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilepress.compress.layouts import LAYOUTS
 from tilepress.compress.targets import LeftAlone, Target
-from tilepress.formats import TilepressError, UsageError, tiled_csl
+from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import FORMAT_VERSION, WORK_FOLDER, PlannedTensor, disk_errors, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_json
 
@@ -127,8 +128,7 @@ def make_plan(
         "targets": [target.name for target in targets],
         "source": [[e.name, e.file, str(e.dtype), e.shape] for e in checkpoint.tensors.values()],
     }
-    planned = [planned_tensors(job, recipe) for shard in shards for job in shard.jobs]
-    largest = max((t.elements for t in targets), default=0)
+    largest = max(t.elements for t in targets)
     return Plan(
         checkpoint.path,
         output,
@@ -137,36 +137,27 @@ def make_plan(
         tuple(left_alone),
         hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         sum(e.nbytes for e in checkpoint.tensors.values()),
-        sum(_expected_nbytes(tensor, recipe) for tensors in planned for tensor in tensors),
+        sum(_expected_bytes(job, recipe) for shard in shards for job in shard.jobs),
         2 * largest * (recipe.dtype or torch.bfloat16).itemsize + (128 << 20),
     )
 
 
 def planned_tensors(job: Job, recipe: Recipe) -> list[PlannedTensor]:
     """The tensors that a job will write, with the most elements that each can have."""
-    name, entries = job.weight.name, job.weight.entries
+    if job.target is not None:
+        return LAYOUTS[recipe.layout].planned(job.target, recipe.dtype or job.target.dtype)
+    return [PlannedTensor(e.name, _cast(e.dtype, recipe), math.prod(e.shape), len(e.shape)) for e in job.weight.entries]
+
+
+def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
+    return recipe.dtype if recipe.dtype and dtype.is_floating_point else dtype
+
+
+def _expected_bytes(job: Job, recipe: Recipe) -> int:
     if job.target is None:
-        return [
-            PlannedTensor(
-                e.name,
-                recipe.dtype if recipe.dtype and e.dtype.is_floating_point else e.dtype,
-                math.prod(e.shape),
-                len(e.shape),
-            )
-            for e in entries
-        ]
-    if recipe.layout == "dense":
-        return [PlannedTensor(name, recipe.dtype or job.target.dtype, job.target.elements, 2)]
-    tiles = tiled_csl.num_tiles(job.target.rows, job.target.cols, 64)
-    most = (job.target.elements + 31 * tiles, tiles + 1, 5)
-    return [PlannedTensor(name + suffix, torch.int32, n) for suffix, n in zip(tiled_csl.SUFFIXES, most, strict=True)]
-
-
-def _expected_nbytes(tensor: PlannedTensor, recipe: Recipe) -> int:
-    packed_words = (
-        tensor.dtype == torch.int32 and tensor.dims == 1 and tensor.max_elements > 5 and recipe.layout != "dense"
-    )
-    return int(tensor.max_nbytes * min(1.0, recipe.expected_density() * 1.03)) if packed_words else tensor.max_nbytes
+        return sum(tensor.max_nbytes for tensor in planned_tensors(job, recipe))
+    dtype = recipe.dtype or job.target.dtype
+    return LAYOUTS[recipe.layout].expected_bytes(job.target, dtype, recipe.expected_density())
 
 
 def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:

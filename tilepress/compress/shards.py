@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from torch import Tensor
 
+from tilepress.compress.layouts import LAYOUTS, TiledCSLLayout
 from tilepress.compress.plan import Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
 from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, tiled_csl
@@ -25,9 +26,6 @@ def run_shards(
 ) -> None:
     """Writes this rank's shards that are not done yet. Raises TilepressError; what is done stays for --resume."""
     checkpoint = Checkpoint(plan.source)
-    for stale in plan.output.glob(".model-*.tmp"):
-        if not _alive(stale.name.split(".")[-2]):
-            stale.unlink(missing_ok=True)
     state = plan.recipe.prepare(plan, plan.work, device, progress)
     for shard in plan.shards[rank::world_size]:
         if done_record(plan, shard) is not None:
@@ -61,16 +59,6 @@ def run_parallel(
             raise
 
 
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _write_shard(
     plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress
 ) -> None:
@@ -87,6 +75,8 @@ def _write_shard(
         ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, plan.recipe)),
         key=lambda pair: _order(pair[0]),
     )
+    for stale in plan.output.glob(f".{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
+        stale.unlink(missing_ok=True)
     writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned])
     records, side = {}, {}
     try:
@@ -97,14 +87,20 @@ def _write_shard(
                 writer.add(
                     tensor.name,
                     checkpoint.tensors[tensor.name].shape,
-                    _pieces(checkpoint.read(tensor.name), tensor.dtype),
+                    _pieces(checkpoint.read(tensor.name), tensor.dtype, tensor.name),
                 )
             elif tensor.name in side:
                 values = side.pop(tensor.name)
                 records[job.weight.name]["bytes"] += writer.add(tensor.name, tuple(values.shape), [values])
             else:
                 progress(tensor.name, 0)
-                records[job.weight.name] = _compress(plan.recipe, job.target, checkpoint, state, device, writer, side)
+                weight, measured = plan.recipe.transform(
+                    job.target, _matrix(checkpoint, job.target, plan.recipe, device), state
+                )
+                record, others = LAYOUTS[plan.recipe.layout].write(job.target, weight, writer.add)
+                records[job.weight.name] = {"name": tensor.name, "layout": plan.recipe.layout} | record | measured
+                side |= others
+                del weight
                 progress(tensor.name, job.target.elements)
         size, digest = writer.finish()
     except BaseException:
@@ -138,8 +134,16 @@ def _order(tensor: PlannedTensor) -> tuple:
     )
 
 
-def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    return (piece.to(dtype) for piece in tensor.reshape(-1).split(1 << 22))
+def _pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
+    """The elements in order, converted. Raises TilepressError where a finite value does not fit the dtype."""
+    for piece in tensor.reshape(-1).split(1 << 22):
+        converted = piece.to(dtype)
+        if dtype != tensor.dtype and not torch.equal(torch.isfinite(converted), torch.isfinite(piece)):
+            raise TilepressError(
+                f"{name} has values beyond {dtype_name(dtype)}",
+                "convert with --dtype bfloat16, which has float32's range",
+            )
+        yield converted
 
 
 def _copied_record(checkpoint: Checkpoint, weight: Weight, recipe: Recipe) -> dict:
@@ -147,7 +151,7 @@ def _copied_record(checkpoint: Checkpoint, weight: Weight, recipe: Recipe) -> di
     if weight.layout == "dense":
         tensor = checkpoint.read(weight.name)
         dtype = recipe.dtype if recipe.dtype and tensor.is_floating_point() else tensor.dtype
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in _pieces(tensor, dtype))
+        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in _pieces(tensor, dtype, weight.name))
         record |= {
             "shape": list(tensor.shape),
             "dtype": dtype_name(dtype),
@@ -161,61 +165,12 @@ def _copied_record(checkpoint: Checkpoint, weight: Weight, recipe: Recipe) -> di
             raise TilepressError(
                 f"{weight.name}: {problems[0]}", "the artifact is damaged: `tilepress verify DIR` lists every finding"
             )
-        record |= packed_record(packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed, stats) | {
-            "bytes": weight.nbytes
-        }
+        shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
+        record |= TiledCSLLayout.record(*shape, stats) | {"bytes": weight.nbytes}
     return record | {"error": 0.0}
 
 
-def packed_record(
-    rows: int, cols: int, tile_rows: int, dtype: torch.dtype, transposed: bool, stats: tiled_csl.PackStats
-) -> dict:
-    """What the manifest says of a packed weight."""
-    return {
-        "shape": [rows, cols],
-        "dtype": dtype_name(dtype),
-        "tile_rows": tile_rows,
-        "nonzeros": stats.nonzeros,
-        "densest_tile": stats.densest_tile,
-        "wavefronts": stats.wavefronts,
-    } | ({"transposed": True} if transposed else {})
-
-
-def _compress(
-    recipe: Recipe, target: Target, checkpoint: Checkpoint, state: dict, device: str, writer: ShardWriter, side: dict
-) -> dict:
+def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: str) -> Tensor:
+    """The target's weight as [out_features, in_features] in the recipe's dtype."""
     source = checkpoint.dense(target.weight, device)
-    dtype = recipe.dtype or source.dtype
-    weight = (source.t() if target.transposed else source).to(dtype).contiguous()
-    del source
-    weight, measured = recipe.transform(target, weight, state)
-    record = {"name": target.name, "layout": recipe.layout}
-    if recipe.layout == "dense":
-        stored = weight.t() if target.transposed else weight
-        nbytes = writer.add(target.name, tuple(stored.shape), stored.split(1024))
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in weight.split(1024))
-        return (
-            record
-            | {"shape": list(stored.shape), "dtype": dtype_name(dtype), "nonzeros": nonzeros, "bytes": nbytes}
-            | measured
-        )
-    tile_rows = tiled_csl.default_tile_rows(tiled_csl.density(weight))
-    sizes, stats = [], tiled_csl.PackStats()
-
-    def stripes() -> Iterator[Tensor]:
-        for words, counts, found in tiled_csl.pack_stripes(weight, tile_rows, target.name):
-            sizes.append(counts.cpu())
-            stats.add(found)
-            yield words
-
-    nbytes = writer.add(target.name, (-1,), stripes())
-    side[target.name + "_offsets"] = tiled_csl.offsets_from_sizes(torch.cat(sizes))
-    side[target.name + "_layout"] = tiled_csl.layout_tensor(
-        target.rows, target.cols, tile_rows, dtype, target.transposed
-    )
-    return (
-        record
-        | packed_record(target.rows, target.cols, tile_rows, dtype, target.transposed, stats)
-        | {"bytes": nbytes}
-        | measured
-    )
+    return (source.t() if target.transposed else source).to(recipe.dtype or source.dtype).contiguous()
