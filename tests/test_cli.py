@@ -23,7 +23,7 @@ from tilepress.screen import Bar, size, table
         (("compress", "prune", "x", "-o", "y", "--sparsity", "0.5", "--dtype", "int3"), 2),
         (("eval", "perplexity", "nowhere/at/all"), 2),
         (("inspect", "nowhere/at/all"), 2),
-        (("verify", "nowhere/at/all"), 1),
+        (("verify", "nowhere/at/all"), 2),
         (("convert", "nowhere/at/all", "-o", "y", "--to", "dense"), 2),
         (("frobnicate",), 2),
         (("inspect", "--frobnicate", "x"), 2),

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +28,15 @@ app = typer.Typer(
 )
 compress = typer.Typer(no_args_is_help=True, help="Turn a checkpoint into a compressed artifact.")
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what an artifact costs and brings.")
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
 app.add_typer(compress, name="compress")
 app.add_typer(evaluate, name="eval")
 
@@ -51,11 +62,11 @@ Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard
 Rank = Annotated[
     int | None,
     typer.Option(
-        help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
+        min=0, help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
     ),
 ]
 WorldSize = Annotated[
-    int | None, typer.Option(help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
+    int | None, typer.Option(min=1, help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
@@ -196,7 +207,9 @@ def perplexity(
 
     screen.quiet_libraries()
     checkpoint = _open(model, revision)
-    protocol = Protocol(dataset, recipe, seqlen or _default_seqlen(checkpoint.config), stride, limit)
+    protocol = Protocol(
+        dataset, recipe, _default_seqlen(checkpoint.config) if seqlen is None else seqlen, stride, limit
+    )
     from transformers import AutoTokenizer
 
     from tilepress.eval.perplexity import perplexity as measure
@@ -333,7 +346,7 @@ def demo(
     from tilepress import demo as embedded
 
     values = [_share(value) for value in sparsity.split(",")]
-    if output is not None and output.exists() and any(output.iterdir()):
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
     started = time.monotonic()
     with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
@@ -353,44 +366,29 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
         import io
 
         if not quiet:
-            say("$ tilepress " + " ".join(words))
-        captured = io.StringIO()
+            say("$ tilepress " + shlex.join(words))
+        captured, silent = io.StringIO(), () if words[0] == "inspect" else ("-q",)
         with contextlib.redirect_stdout(captured):
-            code = app([*words, "--json", "-q"] if words[0] != "inspect" else [*words, "--json"], standalone_mode=False)
+            code = app([*words, "--json", *silent], standalone_mode=False)
         if code:
-            raise TilepressError(f"`tilepress {' '.join(words)}` ended with {code}", "run it by itself to see why")
+            raise TilepressError(f"`tilepress {shlex.join(words)}` ended with {code}", "run it by itself to see why")
         return json.loads(captured.getvalue())
+
+    def perplexity_of(scores: dict) -> str:
+        return screen.with_error(scores["perplexity"], scores["perplexity_stderr"])
 
     protocol = ["--dataset", str(text), "--seqlen", "1024"]
     rows, dense = [], run("inspect", str(model))
     for value in values:
-        out = str(folder / f"tiny-{round(100 * value)}")
+        out = str(folder / f"tiny-{100 * value:g}")
         made = run("compress", "prune", str(model), "-o", out, "--sparsity", f"{value:g}")
         run("verify", out, "--base", str(model))
         measured = run("eval", "perplexity", out, "--base", str(model), *protocol)
         if not rows:
-            rows.append(
-                [
-                    "dense bf16",
-                    size(dense["bytes"]),
-                    "100.0%",
-                    "-",
-                    screen.with_error(measured["base"]["perplexity"], measured["base"]["perplexity_stderr"]),
-                    "-",
-                    "-",
-                ]
-            )
-        rows.append(
-            [
-                f"magnitude {value:.0%}",
-                size(made["bytes"]),
-                f"{made['bytes'] / dense['bytes']:.1%}",
-                f"{made['sparsity']:.1%}",
-                screen.with_error(measured["perplexity"], measured["perplexity_stderr"]),
-                f"{measured['kl_divergence']['mean']:.3f}",
-                f"{measured['top1_agreement']:.1%}",
-            ]
-        )
+            rows.append(["dense bf16", size(dense["bytes"]), "100.0%", "-", perplexity_of(measured["base"]), "-", "-"])
+        sizes = [size(made["bytes"]), f"{made['bytes'] / dense['bytes']:.1%}", f"{made['sparsity']:.1%}"]
+        costs = [f"{measured['kl_divergence']['mean']:.3f}", f"{measured['top1_agreement']:.1%}"]
+        rows.append([f"magnitude {100 * value:g}%", *sizes, perplexity_of(measured), *costs])
     return rows
 
 
@@ -428,13 +426,19 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
         say(f"{how.output} is complete already")
     else:
-        with Bar(title, sum(shard.elements for shard in plan.shards[rank::world_size]), how.quiet) as bar:
+        once = sum(shard.elements for shard in plan.shards)
+        mine = sum(shard.elements for shard in plan.shards[rank::world_size])
+        with Bar(title, mine + (recipe.passes - 1) * once, how.quiet) as bar:
             if how.workers > 1:
                 run_parallel(plan, how.workers, rank, world_size, device, bar.step)
             else:
                 run_shards(plan, rank, world_size, device, bar.step)
         if finish(plan) is None:
             say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {how.output}")
+            if how.json:
+                print(
+                    json.dumps({"output": str(how.output), "complete": False, "rank": rank, "world_size": world_size})
+                )
             return
     facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json else screen.result_text(facts))
@@ -445,7 +449,8 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
 def _open(model: str, revision: str | None):
     from tilepress.formats.checkpoint import Checkpoint, locate
 
-    return Checkpoint(locate(model, revision))
+    path = locate(model, revision)
+    return Checkpoint(path, name=None if Path(model).expanduser() == path else model)
 
 
 def _device(name: str) -> str:
@@ -453,14 +458,12 @@ def _device(name: str) -> str:
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise UsageError(f"--device {name} is no device", "use cpu, cuda or cuda:N") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"--device {name}, but torch sees no card", "use --device cpu; `tilepress env` shows what torch sees"
-        )
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= cards:
+        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
     return name
 
 
@@ -474,18 +477,22 @@ def _dtype(name: str):
 
 
 def _share(text: str) -> float:
+    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
     try:
-        value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+        percent = text.strip().endswith("%")
+        value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
+    if not 0 <= value < float("inf") or (value > 1 and not percent):
         raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
     return value
 
 
 def _default_seqlen(config: dict) -> int:
-    text = config.get("text_config", config)
-    return min(2048, text.get("max_position_embeddings") or text.get("n_positions") or 2048)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    longest = text.get("max_position_embeddings") or text.get("n_positions")
+    return min(2048, longest) if isinstance(longest, int) else 2048
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -508,18 +515,33 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return at, world
 
 
+class _Interrupt:
+    """Remembers a Ctrl-C: native code may turn the KeyboardInterrupt into an error of its own."""
+
+    seen = False
+
+    def __call__(self, *_) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
     try:
         code = app(standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except Exception as error:
-        if os.environ.get("TILEPRESS_DEBUG") == "1":
+        if interrupt.seen:
+            code = EXIT_INTERRUPTED
+        elif os.environ.get("TILEPRESS_DEBUG") == "1":
             raise
-        code = _explain(error)
+        else:
+            code = _explain(error)
     if code == EXIT_INTERRUPTED:
-        command = " ".join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
+        command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:3] == ["compress", "prune"] or sys.argv[1:2] == ["convert"]
         say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
     sys.exit(code)
@@ -531,10 +553,17 @@ def _explain(error: Exception) -> int:
         if error.hint:
             say(f"hint: {error.hint}")
         return error.exit_code
+    if type(error).__name__ == "NoArgsIsHelpError":  # typer's private name for a command without arguments
+        say(error.format_message())
+        return 2
     if hasattr(error, "format_message"):  # a usage error that typer found in the words themselves
         say(f"error: {error.format_message()}")
         say("hint: add --help to the command to see what it takes")
         return 2
+    if isinstance(error, OSError) and error.filename:
+        say(f"error: {error.filename}: {error.strerror}")
+        say("hint: check the path and its permissions")
+        return 1
     first = (str(error).strip().splitlines() or [""])[0]
     say(f"error: {type(error).__name__}: {first}")
     say("hint: this was not foreseen; TILEPRESS_DEBUG=1 shows where it happened")

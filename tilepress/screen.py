@@ -155,7 +155,7 @@ def perplexity_text(result: dict) -> str:
             with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
             f"{result['top1_agreement']:.2%}",
         ]
-    ran = "; ".join(f"{count} layers by {path}" for path, count in result["paths"].items())
+    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
     return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
 
 

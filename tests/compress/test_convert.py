@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import prune
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tilepress.formats.checkpoint import Checkpoint
@@ -20,8 +19,8 @@ def test_to_dense_and_back(checkpoint_of, tmp_path, cli, family):
     for name in masked.tensors:
         assert torch.equal(masked.read(name).view(torch.int16), dense.read(name).view(torch.int16)), name
     assert "quantization_config" not in dense.config
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", output_loading_info=True)
-    assert not any(info.values()) and model is not None
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert not any(info.values())
     assert cli("convert", tmp_path / "dense", "-o", tmp_path / "again", "--to", "tiled-csl").code == 0
     for shard in Checkpoint(tmp_path / "packed").shards:
         assert (tmp_path / "packed" / shard).read_bytes() == (tmp_path / "again" / shard).read_bytes()
@@ -38,4 +37,4 @@ def test_dense_needs_no_conversion(cli, tiny, tmp_path):
     assert ran.code == 2 and "no packed weight" in ran.err
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "zip")
     assert ran.code == 2 and "dense, tiled-csl" in ran.err
-    assert not (tmp_path / "x").exists() and load_file(tiny / "model.safetensors")
+    assert not (tmp_path / "x").exists()

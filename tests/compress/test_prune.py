@@ -5,9 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import prune
 from safetensors.torch import load_file, save_file
 
+import tilepress
 from tilepress.compress.targets import find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
@@ -91,8 +93,6 @@ def test_zeros_are_exact_and_the_right_ones(checkpoint_of, tmp_path, family, sco
             assert int(zeros.sum()) == round(sparsity * before.numel())
         kept.append(before.abs()[after != 0])
         dropped.append(before.abs()[after == 0])
-        if scope != "global":
-            continue
     if scope == "global":
         kept, dropped = torch.cat(kept), torch.cat(dropped)
         assert dropped.numel() == round(sparsity * (kept.numel() + dropped.numel()))
@@ -190,3 +190,104 @@ def test_nan_weights_are_named(tiny, tmp_path):
         with pytest.raises(TilepressError, match=name):
             prune(tmp_path, tmp_path / scope, 0.5, scope=scope)
         assert not list((tmp_path / scope).glob("*.safetensors")) and not (tmp_path / scope / "config.json").exists()
+
+
+def changed(source, tmp_path, change=None, **config):
+    """A copy of a checkpoint of one shard with other tensors or another config."""
+    path = tmp_path / "changed"
+    path.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    if change:
+        change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    return path
+
+
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change,config,message",
+    [
+        (lambda t: t[NORM].__setitem__(3, float("nan")), {}, "model.norm.weight has non-finite"),
+        (
+            lambda t: t["model.embed_tokens.weight"][5].__setitem__(3, float("inf")),
+            {},
+            "embed_tokens.weight has non-finite",
+        ),
+        (None, {"num_hidden_layers": 5}, "no weight for 7 linear layers"),
+        (None, {"intermediate_size": 700}, "config.json makes it"),
+        (lambda t: t.__setitem__(UP, t[UP][:, :255].contiguous()), {}, "config.json makes it [768, 256]"),
+        (lambda t: t.__setitem__(UP, t[UP].reshape(-1)), {}, "config.json makes it [768, 256]"),
+        (None, {"quantization_config": {"quant_method": "fp8"}}, "quantized already (fp8)"),
+        (None, {"quantization_config": "x"}, "not an object"),
+        (None, {"hidden_size": "256"}, "hidden_size"),
+        (None, {"num_attention_heads": 0}, "no causal language model"),
+    ],
+)
+def test_sources_that_are_no_sound_model(tiny, tmp_path, cli, change, config, message):
+    source = changed(tiny, tmp_path, change, **config)
+    ran = cli("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.5")
+    assert ran.code in (1, 2) and message in ran.err and len(ran.err.strip().splitlines()) == 2
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_values_beyond_the_dtype_are_refused(checkpoint_of, tmp_path, cli):
+    source = changed(
+        checkpoint_of("llama", shard_size="10MB"),
+        tmp_path,
+        lambda t: t["model.embed_tokens.weight"][1].__setitem__(1, 1e5),
+    )
+    ran = cli("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.5", "--dtype", "float16")
+    assert ran.code == 1 and "beyond float16" in ran.err and "embed_tokens" in ran.err
+
+
+def test_masks_that_old_checkpoints_store_are_not_copied(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("gpt2", shard_size="10MB")
+    path = changed(
+        source,
+        tmp_path,
+        lambda t: t.update(
+            {
+                "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+                "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4),
+            }
+        ),
+    )
+    ran = cli("compress", "prune", path, "-o", tmp_path / "out", "--sparsity", "0.5", "--json")
+    assert ran.code == 0 and "computes itself" in ran.json["left_alone"]["transformer.h.0.attn.masked_bias"]
+    assert not any(
+        "masked_bias" in name or name.endswith(".attn.bias") for name in Checkpoint(tmp_path / "out").tensors
+    )
+    assert cli("verify", tmp_path / "out").code == 0
+    assert tilepress.load(path).config.model_type == "gpt2"  # the dense source loads too
+
+
+def test_layers_that_a_model_reads_itself_stay_dense(tmp_path, cli):
+    """Mamba multiplies by `dt_proj.weight` without calling the layer."""
+    config = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=300, state_size=8)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "mamba")
+    ran = cli(
+        "compress",
+        "prune",
+        tmp_path / "mamba",
+        "-o",
+        tmp_path / "out",
+        "--sparsity",
+        "0.5",
+        "--json",
+        "--ignore",
+        "lm_head",
+    )
+    assert ran.code == 0
+    assert "reads the weight itself" in ran.json["left_alone"]["backbone.layers.0.mixer.dt_proj.weight"]
+    assert cli("verify", tmp_path / "out").code == 0
+
+
+def test_overlapping_and_broken_ignore_patterns(tiny, cli, tmp_path):
+    words = ("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "--dry-run")
+    assert cli(*words, "--ignore", "model.layers.0.*", "--ignore", "model.layers.0.mlp.*").code == 0
+    ran = cli(*words, "--ignore", "re:[")
+    assert ran.code == 2 and "--ignore re:[" in ran.err
+    assert cli(*words, "--ignore", "*norm*").code == 2

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_sigkill_then_resume(checkpoint_of, tmp_path):
         process = command(*words)
         while process.poll() is None and len(list((output / ".tilepress").glob("*.done.json"))) < number:
             time.sleep(0.002)
-        while process.poll() is None and number == 0 and not list(output.glob(".model*")):
+        while process.poll() is None and number == 0 and not list((output / ".tilepress").glob("model*.tmp")):
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -308,7 +309,7 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
 def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path):
     source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
     process = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6")
-    while process.poll() is None and not list((tmp_path / "out").glob(".model*")):
+    while process.poll() is None and not list((tmp_path / "out" / ".tilepress").glob("model*.tmp")):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -326,3 +327,120 @@ def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path):
     with pytest.raises(TilepressError, match="cannot write"):
         shards.run_parallel(plan, 2, 0, 1, "cpu")
     assert isinstance(UsageError("x", "y"), TilepressError) and subprocess is not None
+
+
+def test_overwrite_removes_only_what_tilepress_wrote(checkpoint_of, tiny, tmp_path, cli):
+    out = tmp_path / "art"
+    words = ("compress", "prune", tiny, "-o", out, "--sparsity", "0.5")
+    assert cli(*words).code == 0
+    (out / "mine.txt").write_text("mine")
+    shutil.copytree(tiny, out / "sub")
+    assert cli(*words, "--overwrite").code == 0
+    assert (out / "mine.txt").read_text() == "mine" and Checkpoint(out / "sub").weights
+    ran = cli("compress", "prune", out / "sub", *words[3:], "--overwrite")
+    assert ran.code == 2 and "holds the input" in ran.err and Checkpoint(out / "sub").weights
+    ran = cli(*words, "--overwrite", "--rank", "1", "--world-size", "2")
+    assert ran.code == 2 and "several ranks" in ran.err and (out / "tilepress.json").exists()
+    assert cli(*words, "--overwrite", "--resume").code == 2 and (out / "tilepress.json").exists()
+
+
+def test_resume_notices_a_source_that_changed_and_a_shard_that_rotted(checkpoint_of, tmp_path, cli):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of("llama"), source)
+    words = ("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.5", "--resume")
+    assert cli(*words).code == 0
+    shard = source / Checkpoint(source).shards[0]
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(data)
+    ran = cli(*words)
+    assert ran.code == 2 and "has changed since" in ran.err
+
+    plan = plan_for(source, tmp_path / "half")
+    open_output(plan, resume=False, overwrite=False)
+    shards.run_shards(plan)
+    rotten = tmp_path / "half" / plan.shards[0].output
+    data = bytearray(rotten.read_bytes())
+    data[-2] ^= 1
+    rotten.write_bytes(data)
+    shards.run_shards(plan)
+    finish(plan)
+    assert cli("verify", tmp_path / "half").code == 0
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", "{oops"])
+def test_broken_records_of_a_run_are_not_believed(checkpoint_of, tmp_path, cli, content):
+    source = checkpoint_of("llama")
+    plan = plan_for(source, tmp_path / "out")
+    open_output(plan, resume=False, overwrite=False)
+    shards.run_shards(plan)
+    (plan.work / f"{plan.shards[0].output}.done.json").write_text(content)
+    assert cli("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6", "--resume").code == 0
+    plan = plan_for(source, tmp_path / "other")
+    open_output(plan, resume=False, overwrite=False)
+    (plan.work / "plan.json").write_text(content)
+    ran = cli("compress", "prune", source, "-o", tmp_path / "other", "--sparsity", "0.6", "--resume")
+    assert ran.code == 2 and "--overwrite" in ran.err
+    assert cli("compress", "prune", source, "-o", tmp_path / "other", "--sparsity", "0.6", "--overwrite").code == 0
+
+
+def test_other_files_are_copied_but_not_checkpoints_weights_or_pipes(tiny, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    (source / "README.md").write_text("theirs")
+    for name in (
+        "kv_cache/scales.safetensors",
+        "code/modeling.py",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+        ".cache/x",
+        "inner/config.json",
+        "inner/notes.txt",
+    ):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"x")
+    os.mkfifo(source / "pipe")
+    prune(source, source / "pruned")
+    out = digest(source / "pruned")
+    assert {"SOURCE_README.md", "kv_cache/scales.safetensors", "code/modeling.py"} <= set(out)
+    assert not {"onnx/model.onnx", "pytorch_model.bin", "inner/config.json", "inner/notes.txt", "pipe"} & set(out)
+    prune(source, source / "again")
+    assert digest(source / "again") == out
+
+
+def test_workers_end_with_the_process_that_started_them(checkpoint_of, tmp_path):
+    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    process = command(
+        "compress",
+        "prune",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--sparsity",
+        "0.6",
+        "-q",
+        "--workers",
+        "2",
+        start_new_session=True,
+    )
+    while process.poll() is None and not list((tmp_path / "out" / ".tilepress").glob("model*.tmp")):
+        time.sleep(0.002)
+    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    until = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{child}/exe") and alive(child) for child in children) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert children and not any(alive(child) for child in children)
+    again = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6", "-q", "--resume")
+    assert again.wait() == 0, again.stderr.read()
+    prune(source, tmp_path / "whole")
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tilepress
 from tilepress.compress.calibration import documents, token_ids
 from tilepress.eval.perplexity import Protocol, WindowSums, perplexity
-from tilepress.formats import UsageError
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats import TilepressError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +74,20 @@ def test_strided_recipe_scores_every_token_once(model, tokenizer, tmp_path, ids)
     assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
+def test_strided_without_overlap_scores_what_has_something_before_it(model, tokenizer, text):
+    strided = perplexity(model, tokenizer, Protocol(str(text), "strided", seqlen=256, stride=256, limit=3))
+    assert strided["nll"] == pytest.approx(
+        perplexity(model, tokenizer, Protocol(str(text), seqlen=256, limit=3))["nll"]
+    )
+
+
+def test_base_that_is_not_finite_is_an_error(model, tokenizer, text, tiny):
+    broken = tilepress.load(tiny, dtype=torch.float32)
+    broken.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(TilepressError, match="base model gives non-finite"):
+        perplexity(model, tokenizer, Protocol(str(text), seqlen=64, limit=1), base=broken)
+
+
 def test_comparison_with_a_base(model, tokenizer, text, ids, artifact):
     other = tilepress.load(artifact, dtype=torch.float32)
     found = perplexity(other, tokenizer, Protocol(str(text), seqlen=200, limit=4), base=model)
@@ -133,6 +146,8 @@ def test_every_kind_of_text_is_read_the_same(tmp_path):
     (tmp_path / "a.txt").write_text(docs[0])
     assert list(documents(str(tmp_path / "a.jsonl"))) == docs == list(documents(str(tmp_path / "a.parquet")))
     assert list(documents(str(tmp_path / "a.txt"))) == [docs[0]]
+    (tmp_path / "b[1]*.TXT").write_text(docs[1])
+    assert list(documents(str(tmp_path / "b[1]*.TXT"))) == [docs[1]]
 
 
 def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
@@ -190,6 +205,8 @@ def test_command_prints_and_gates(artifact, tiny, text, cli):
     gated = cli(*words, "--max-increase", "5%")
     assert gated.code == 3 and "check failed" in gated.err
     assert cli(*words, "--max-increase", "99999%").code == 0
+    assert cli(*words, "--max-increase", "5").code == 2
+    assert cli(*words[:-4], "--seqlen", "0").code == 2
     assert cli("eval", "perplexity", artifact, "--dataset", text, "--max-increase", "5%").code == 2
     assert cli(*words, "--max-increase", "much").code == 2
 
@@ -208,4 +225,4 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
         "--limit",
         "1",
     )
-    assert ran.code == 2 and "vocabularies" in ran.err and Checkpoint(artifact)
+    assert ran.code == 2 and "vocabularies" in ran.err

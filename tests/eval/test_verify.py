@@ -9,6 +9,7 @@ import torch
 from conftest import prune
 from safetensors.torch import load_file, save_file
 
+import tilepress
 from tilepress.eval.inspect import inspect
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import Checkpoint
@@ -153,10 +154,45 @@ def test_another_base_is_noticed(artifact, tiny, tmp_path, cli):
 
 def test_what_is_no_artifact(tiny, tmp_path, cli):
     assert cli("verify", tiny).code == 1
-    assert cli("verify", tmp_path / "nowhere").code == 1
+    assert cli("verify", tmp_path / "nowhere").code == 2
     (tmp_path / "tilepress.json").write_text("[]")
     ran = cli("verify", tmp_path)
-    assert ran.code == 1 and "JSON object" in ran.err
+    assert ran.code == 3 and "JSON object" in ran.out
+
+
+@pytest.mark.parametrize(
+    "change,finding",
+    [
+        (lambda m: m.update(files="abc"), "no files"),
+        (lambda m: m.update(files=["a"]), "an entry of files"),
+        (lambda m: m.update(files=[{"name": "../../etc/hostname", "bytes": 1, "sha256": "x"}]), "an entry of files"),
+        (lambda m: m.update(tensors={}), "no tensors"),
+        (lambda m: m["tensors"][0].pop("name"), "an entry of tensors"),
+        (lambda m: m["tensors"][0].update(nonzeros="x"), "an entry of tensors"),
+        (lambda m: m.update(settings=[]), "no settings"),
+        (lambda m: m.update(left_alone="x"), "no left_alone"),
+        (lambda m: m.update(format_version=99), "format version 99"),
+    ],
+)
+def test_malformed_manifest_is_refused_everywhere(copy, cli, tmp_path, change, finding):
+    declare(copy, change)
+    ran = cli("verify", copy)
+    assert ran.code == 3 and finding in ran.out
+    for words in (("inspect", copy), ("convert", copy, "-o", tmp_path / "x", "--to", "dense")):
+        ran = cli(*words)
+        assert ran.code == 1 and finding in ran.err and len(ran.err.strip().splitlines()) == 2
+
+
+def test_a_saved_again_model_is_verified_by_what_its_tensors_tell(artifact, tiny, tmp_path, cli):
+    tilepress.load(artifact).save_pretrained(tmp_path / "again")
+    ran = cli("verify", tmp_path / "again", "--base", tiny)
+    assert ran.code == 0 and "files and hashes" not in ran.out
+    shard = tmp_path / "again" / "model.safetensors"
+    tensors = load_file(shard)
+    tensors[UP][0] = 0x20F03F80
+    save_file(tensors, shard, metadata={"format": "pt"})
+    ran = cli("verify", tmp_path / "again")
+    assert ran.code == 3 and "neither an item nor padding" in ran.out and "not tried" in ran.out
 
 
 def test_inspect_reads_headers_and_manifest(artifact, tiny, cli):

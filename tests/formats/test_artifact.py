@@ -18,7 +18,7 @@ PLANNED = [
 
 
 def test_streamed_file_is_ordinary_safetensors(tmp_path):
-    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED)
+    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED, tmp_path)
     writer.add("words", (-1,), [torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int32)])
     writer.add("dense", (3, 4), [torch.ones(12, dtype=torch.bfloat16)])
     writer.add("scalar", (), [torch.tensor([2.0], dtype=torch.bfloat16)])
@@ -34,7 +34,7 @@ def test_streamed_file_is_ordinary_safetensors(tmp_path):
 
 
 def test_abandoned_file_leaves_nothing(tmp_path):
-    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED)
+    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED, tmp_path)
     writer.add("words", (-1,), [torch.arange(5, dtype=torch.int32)])
     writer.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -44,6 +44,15 @@ MALFORMED = {
     "float shape": ({"a": tensor(0, 4, (2.0,))}, None, b"x" * 4, "'a' is badly described"),
     "unknown dtype": ({"a": tensor(0, 4, dtype="PICKLE")}, None, b"x" * 4, "'a' is badly described"),
     "no offsets": ({"a": {"dtype": "BF16", "shape": [2]}}, None, b"", "'a' is badly described"),
+    "zero times too much": ({"a": tensor(0, 0, (2**63, 0))}, None, b"", "'a' is badly described"),
+    "metadata is a list": ({"__metadata__": [1]}, None, b"", "__metadata__"),
+    "metadata of numbers": ({"__metadata__": {"format": 1}}, None, b"", "__metadata__"),
+    "no text for a name": (
+        b'{"\\ud800":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}',
+        None,
+        b"xx",
+        "badly described",
+    ),
     "not a description": ({"a": 7}, None, b"", "'a' is badly described"),
 }
 

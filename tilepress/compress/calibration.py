@@ -4,12 +4,12 @@ A source is a local `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id, o
 `Salesforce/wikitext:wikitext-2-raw-v1:test`. Tables need a column `text`; a `.txt` file is one document.
 """
 
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 
 from tilepress.formats import TilepressError, UsageError
 
-WIKITEXT2 = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -19,11 +19,14 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
 
     path = Path(source).expanduser()
     try:
-        if path.suffix in _BUILDERS:
+        kind = path.suffix.lower()
+        if kind in _BUILDERS:
             if not path.is_file():
                 raise UsageError(f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id")
-            options = {"sample_by": "document"} if path.suffix == ".txt" else {}
-            rows = load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", streaming=True, **options)
+            options = {"sample_by": "document"} if kind == ".txt" else {}
+            rows = load_dataset(
+                _BUILDERS[kind], data_files=glob.escape(str(path)), split="train", streaming=True, **options
+            )
         else:
             name, config, split = (*source.split(":"), "", "")[:3]
             rows = load_dataset(name, config or None, split=split or "train", streaming=True)

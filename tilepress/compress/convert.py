@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.plan import Plan, Progress
-from tilepress.compress.targets import LeftAlone, Target, check_value_dtypes
+from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 
@@ -20,22 +20,25 @@ LAYOUTS = ("dense", "tiled-csl")
 
 @dataclass(frozen=True)
 class ConvertRecipe:
+    """Settings of `convert`. Raises UsageError for an unknown layout."""
+
     layout: str  # dense | tiled-csl
     ignore: tuple[str, ...] = ("lm_head",)
-    density: float = 1.0  # expected of the targets, for planning only
 
     command = "convert"
+    passes = 1
     dtype: torch.dtype | None = None
 
     def __post_init__(self):
         if self.layout not in LAYOUTS:
             raise UsageError(f"--to {self.layout} is unknown", f"choose one of {', '.join(LAYOUTS)}")
+        check_patterns(self.ignore)
 
     def settings(self) -> dict:
         return {"to": self.layout} | ({"ignore": list(self.ignore)} if self.layout != "dense" else {})
 
     def expected_density(self) -> float:
-        return self.density
+        return 1.0
 
     def check(self, targets: list[Target]) -> None:
         if self.layout == "tiled-csl":

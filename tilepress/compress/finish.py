@@ -6,15 +6,29 @@ from math import prod
 from pathlib import Path
 
 from tilepress import __version__
-from tilepress.compress.plan import Plan, Recipe, done_record
-from tilepress.formats.artifact import FORMAT_VERSION, disk_errors, sha256_file, to_json, write_atomic
-from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, PICKLE_SUFFIXES, Checkpoint, dtype_name
-
-_OWN_FILES = ("config.json", MANIFEST_NAME, INDEX_NAME)
+from tilepress.compress.plan import Plan, Recipe, done_record, other_files
+from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 
 
 def finish(plan: Plan) -> dict | None:
-    """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing."""
+    """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing.
+
+    Of several ranks that come last at once, each writes the same bytes; one that finds the work folder gone was not needed.
+    """
+    try:
+        manifest = _finish(plan)
+    except TilepressError:
+        if not (plan.output / MANIFEST_NAME).exists() or plan.work.exists():
+            raise
+        manifest = None
+    if manifest is None and (plan.output / MANIFEST_NAME).exists():
+        manifest = read_manifest(plan.output)
+    return manifest
+
+
+def _finish(plan: Plan) -> dict | None:
     records = [done_record(plan, shard) for shard in plan.shards]
     if not all(records):
         return None
@@ -28,10 +42,7 @@ def finish(plan: Plan) -> dict | None:
         "settings": plan.recipe.settings(),
         "fingerprint": plan.fingerprint,
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-        "source": {
-            "name": checkpoint.config.get("_name_or_path") or plan.source.resolve().name,
-            "files": [r["source"] for r in records],
-        }
+        "source": {"name": plan.name, "files": [r["source"] for r in records]}
         | (
             {"recipe": {k: checkpoint.manifest[k] for k in ("command", "settings", "source")}}
             if checkpoint.manifest
@@ -40,21 +51,24 @@ def finish(plan: Plan) -> dict | None:
         "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
         "tensors": sorted(tensors, key=lambda t: t["name"]),
     }
-    write_atomic(plan.output / "README.md", model_card(manifest).encode())
+    write_atomic(plan.output / "README.md", model_card(manifest).encode(), plan.work)
     total = sum(tensor["bytes"] for tensor in tensors)
     weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
     write_atomic(
         plan.output / INDEX_NAME,
         to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}),
+        plan.work,
     )
-    write_atomic(plan.output / "config.json", to_json(result_config(checkpoint.config, plan.recipe, tensors)))
+    write_atomic(
+        plan.output / "config.json", to_json(result_config(checkpoint.config, plan.recipe, tensors)), plan.work
+    )
     files = [record["file"] for record in records]
     for name in sorted([*copied, "README.md", INDEX_NAME, "config.json"]):
         files.append(
             {"name": name, "bytes": (plan.output / name).stat().st_size, "sha256": sha256_file(plan.output / name)}
         )
     manifest["files"] = files
-    write_atomic(plan.output / MANIFEST_NAME, to_json(manifest))
+    write_atomic(plan.output / MANIFEST_NAME, to_json(manifest), plan.work)
     shutil.rmtree(plan.work, ignore_errors=True)
     return manifest
 
@@ -78,16 +92,11 @@ def result_config(config: dict, recipe: Recipe, tensors: list[dict]) -> dict:
 def _copy_other_files(plan: Plan) -> list[str]:
     """Tokenizer, licence and whatever else the source has beside its weights; its README as SOURCE_README.md."""
     copied = []
-    for path in sorted(plan.source.rglob("*")):
-        name = path.relative_to(plan.source)
-        weights = path.suffix in (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".onnx", ".gguf") or (
-            path.suffix == ".safetensors" and name.parts[0] != "kv_cache"
-        )
-        if path.is_dir() or weights or str(name) in _OWN_FILES or any(part.startswith(".") for part in name.parts):
-            continue
+    for name in other_files(plan.source):
         copy = Path("SOURCE_README.md") if str(name) == "README.md" else name
         with disk_errors(plan.output / copy):
-            write_atomic(plan.output / copy, path.read_bytes())
+            (plan.output / copy).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(plan.output / copy, plan.source / name, plan.work)
         copied.append(str(copy))
     return copied
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.targets import Target
-from tilepress.formats import tiled_csl
+from tilepress.formats import dtype_name, tiled_csl
 from tilepress.formats.artifact import PlannedTensor
-from tilepress.formats.checkpoint import dtype_name
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
 
@@ -77,19 +76,10 @@ class TiledCSLLayout:
         nbytes = add(target.name, (-1,), stripes())
         shape = (target.rows, target.cols, tile_rows, weight.dtype, target.transposed)
         side = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
-        record = TiledCSLLayout.record(*shape, stats) | {"bytes": nbytes}
+        record = tiled_csl.record(*shape, stats) | {"bytes": nbytes}
         return record, {
             target.name + suffix: tensor for suffix, tensor in zip(tiled_csl.SUFFIXES[1:], side, strict=True)
         }
-
-    @staticmethod
-    def record(
-        rows: int, cols: int, tile_rows: int, dtype: torch.dtype, transposed: bool, stats: tiled_csl.PackStats
-    ) -> dict:
-        """What the manifest says of a packed weight."""
-        record = {"shape": [rows, cols], "dtype": dtype_name(dtype), "tile_rows": tile_rows}
-        record |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "wavefronts": stats.wavefronts}
-        return record | ({"transposed": True} if transposed else {})
 
 
 LAYOUTS = {layout.name: layout for layout in (Dense, TiledCSLLayout)}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,32 @@ from torch import Tensor
 from tilepress.compress.layouts import LAYOUTS
 from tilepress.compress.targets import LeftAlone, Target
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.artifact import FORMAT_VERSION, WORK_FOLDER, PlannedTensor, disk_errors, to_json, write_atomic
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_json
+from tilepress.formats.artifact import WORK_FOLDER, PlannedTensor, disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    PICKLE_SUFFIXES,
+    Checkpoint,
+    Weight,
+    read_json,
+    read_manifest,
+)
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
+_WEIGHT_SUFFIXES = (
+    *PICKLE_SUFFIXES,
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".gguf",
+    ".tflite",
+    ".ot",
+    ".pkl",
+    ".npz",
+)
 
 
 class Recipe(Protocol):
@@ -29,7 +51,10 @@ class Recipe(Protocol):
     layout: str  # of the targets in the result: "dense" or "tiled-csl"
     dtype: torch.dtype | None  # cast every floating tensor to it first
 
+    passes: int  # over the targets: 1, or more if `prepare` reads them too
+
     def settings(self) -> dict: ...
+    def check(self, targets: list[Target]) -> None: ...
     def expected_density(self) -> float: ...
     def prepare(self, plan: "Plan", work: Path, device: str, progress: Progress) -> dict: ...
     def transform(self, target: Target, weight: Tensor, state: dict) -> tuple[Tensor, dict]: ...
@@ -60,6 +85,7 @@ class Plan:
     """Everything about a run that the headers tell."""
 
     source: Path
+    name: str  # of the source: hub id or folder
     output: Path
     recipe: Recipe
     shards: tuple[Shard, ...]
@@ -92,7 +118,7 @@ class Plan:
 
     def outcome(self) -> dict:
         """What came out, from the finished artifact's manifest."""
-        manifest = read_json(self.output / MANIFEST_NAME)
+        manifest = read_manifest(self.output)
         names = {target.name: target.elements for target in self.targets}
         nonzeros = sum(tensor["nonzeros"] for tensor in manifest["tensors"] if tensor["name"] in names)
         return {
@@ -112,9 +138,11 @@ def make_plan(
 ) -> Plan:
     """Lays out the run; reads nothing but what `checkpoint` already read."""
     by_name = {target.name: target for target in targets}
+    dropped = {item.name for item in left_alone if item.dropped}
     by_file: dict[str, list[Job]] = {name: [] for name in checkpoint.shards}
     for name, weight in checkpoint.weights.items():
-        by_file[weight.file].append(Job(weight, by_name.get(name)))
+        if name not in dropped:
+            by_file[weight.file].append(Job(weight, by_name.get(name)))
     files = [name for name in checkpoint.shards if by_file[name]]
     shards = tuple(
         Shard(i, name, f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", tuple(by_file[name]))
@@ -128,17 +156,19 @@ def make_plan(
         "targets": [target.name for target in targets],
         "source": [[e.name, e.file, str(e.dtype), e.shape] for e in checkpoint.tensors.values()],
     }
-    largest = max(t.elements for t in targets)
+    largest = max(t.elements * (recipe.dtype or t.dtype).itemsize for t in targets)
     return Plan(
         checkpoint.path,
+        checkpoint.name,
         output,
         recipe,
         shards,
         tuple(left_alone),
         hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         sum(e.nbytes for e in checkpoint.tensors.values()),
-        sum(_expected_bytes(job, recipe) for shard in shards for job in shard.jobs),
-        2 * largest * (recipe.dtype or torch.bfloat16).itemsize + (128 << 20),
+        sum(_expected_bytes(job, recipe) for shard in shards for job in shard.jobs)
+        + sum((checkpoint.path / path).stat().st_size for path in other_files(checkpoint.path)),
+        2 * largest + (128 << 20),
     )
 
 
@@ -166,75 +196,148 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     An unfinished run of the same plan goes on only with `resume` (or when `joining`, as one of several ranks). Raises UsageError
     where something is in the way, and TilepressError where the disk has too little room.
     """
-    out = plan.output
-    if out.resolve() == plan.source.resolve():
-        raise UsageError("the output folder is the input folder", "choose another with -o DIR")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file", "choose a folder with -o DIR")
-    occupied = out.exists() and any(out.iterdir())
-    if occupied and overwrite:
-        _clear(out)
-        occupied = False
-    if occupied:
-        finished = read_json(out / MANIFEST_NAME) if (out / MANIFEST_NAME).exists() else None
-        started = read_json(plan.work / "plan.json") if (plan.work / "plan.json").exists() else None
-        same = plan.fingerprint in ((finished or {}).get("fingerprint"), (started or {}).get("fingerprint"))
-        if (resume or joining) and same:
-            if finished:
-                shutil.rmtree(plan.work, ignore_errors=True)
-                return False
-        elif not started and [path.name for path in out.iterdir()] == [WORK_FOLDER]:
-            pass  # killed before the plan was there, or another rank is about to write it
-        elif resume:
-            raise UsageError(
-                f"{out} holds another run: other settings, another source, or none of ours",
-                "use the same command as before, or --overwrite",
-            )
-        else:
-            what = "an unfinished run" if started and not finished else "a finished artifact" if finished else "files"
-            raise UsageError(
-                f"{out} exists and holds {what}",
-                "continue it with --resume, replace it with --overwrite, or choose another -o DIR"
-                if started or finished
-                else "choose another -o DIR",
-            )
-    written = sum((out / s.output).stat().st_size for s in plan.shards if (out / s.output).exists())
-    parent = next(p for p in (out, *out.absolute().parents) if p.exists())
+    out, source = plan.output.resolve(), plan.source.resolve()
+    if out == source or out in source.parents:
+        raise UsageError(f"the output {plan.output} is or holds the input {plan.source}", "choose another with -o DIR")
+    if overwrite and (resume or joining):
+        raise UsageError(
+            f"--overwrite cannot go with {'--resume' if resume else 'several ranks: each would remove what the others wrote'}",
+            "run it alone first, or remove the folder" if joining else "choose one of them",
+        )
+    if (plan.output.is_symlink() and not plan.output.exists()) or (plan.output.exists() and not plan.output.is_dir()):
+        raise UsageError(f"{plan.output} is no folder", "choose another with -o DIR")
+    occupied = plan.output.exists() and any(plan.output.iterdir())
+    if occupied and not overwrite:
+        state = _what_is_there(plan)
+        if state == "finished" and (resume or joining):
+            _check_sources(plan)
+            shutil.rmtree(plan.work, ignore_errors=True)
+            return False
+        if state != "fresh" and not (state == "started" and (resume or joining)):
+            _refuse(plan, state, resume)
+    own = _own_files(plan.output) if occupied else []
+    parent = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
+    needed = plan.expected_bytes + _SPARE_BYTES - sum(path.stat().st_size for path in own if path.is_file())
     free = shutil.disk_usage(parent).free
-    if free < plan.expected_bytes - written + _SPARE_BYTES:
+    if free < needed:
         raise TilepressError(
-            f"{(plan.expected_bytes - written + _SPARE_BYTES) / 1e9:.2f} GB are needed in {parent}, {free / 1e9:.2f} GB are free",
+            f"{needed / 1e9:.2f} GB are needed in {parent}, {free / 1e9:.2f} GB are free",
             "free some space or choose another -o DIR",
         )
-    write_atomic(
-        plan.work / "plan.json",
-        to_json({"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.recipe.settings()}),
-    )
+    if occupied and overwrite:
+        _clear(plan.output, own)
+    with disk_errors(plan.work):
+        plan.work.mkdir(parents=True, exist_ok=True)
+    facts = {"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.recipe.settings()}
+    write_atomic(plan.work / "plan.json", to_json(facts), plan.work)
     return True
 
 
-def _clear(out: Path) -> None:
-    if not (out / MANIFEST_NAME).exists() and not (out / WORK_FOLDER).exists():
+def _what_is_there(plan: Plan) -> str:
+    """`finished` or `started` for this plan, `fresh` if nothing counts yet, else `artifact`, `run` or `files` of something else."""
+    out = plan.output
+    if (out / MANIFEST_NAME).exists():
+        found = _fingerprint(out / MANIFEST_NAME)
+        return "finished" if found == plan.fingerprint else "artifact"
+    if (plan.work / "plan.json").exists():
+        return "started" if _fingerprint(plan.work / "plan.json") == plan.fingerprint else "run"
+    # Killed before the plan was there, or another rank is about to write it.
+    return "fresh" if [path.name for path in out.iterdir()] == [WORK_FOLDER] else "files"
+
+
+def _fingerprint(path: Path) -> str | None:
+    try:
+        return read_json(path).get("fingerprint")
+    except TilepressError:
+        return None
+
+
+def _refuse(plan: Plan, state: str, resume: bool) -> None:
+    if resume:
         raise UsageError(
-            f"{out} was not written by tilepress, so --overwrite leaves it alone",
-            "remove it yourself or choose another -o DIR",
+            f"{plan.output} holds another run: other settings, another source, or none of ours",
+            "use the same command as before, or --overwrite",
         )
+    what = {"finished": "a finished artifact", "artifact": "a finished artifact", "files": "files"}.get(
+        state, "an unfinished run"
+    )
+    hint = "choose another -o DIR"
+    if state != "files":
+        hint = "continue it with --resume, replace it with --overwrite, or " + hint
+    raise UsageError(f"{plan.output} exists and holds {what}", hint)
+
+
+def _check_sources(plan: Plan) -> None:
+    """A finished artifact is this plan's only if it was made from these very files."""
+    declared = {file["name"]: file["sha256"] for file in read_manifest(plan.output)["source"]["files"]}
+    for shard in plan.shards:
+        if declared.get(shard.source) != sha256_file(plan.source / shard.source):
+            raise UsageError(
+                f"{plan.output} is complete, but {shard.source} has changed since", "make it again with --overwrite"
+            )
+
+
+def _own_files(out: Path) -> list[Path]:
+    """What tilepress wrote into a folder: what a manifest lists, or the parts of an unfinished run."""
+    if (out / MANIFEST_NAME).exists():
+        try:
+            names = [file["name"] for file in read_manifest(out)["files"]]
+        except TilepressError:
+            names = []
+        return [out / name for name in (*names, "config.json", INDEX_NAME, MANIFEST_NAME)]
+    if (out / WORK_FOLDER).exists():
+        return [*out.glob("model-*-of-*.safetensors"), out / "config.json", out / INDEX_NAME]
+    raise UsageError(
+        f"{out} was not written by tilepress, so --overwrite leaves it alone",
+        "remove it yourself or choose another -o DIR",
+    )
+
+
+def _clear(out: Path, own: list[Path]) -> None:
     with disk_errors(out):
         (out / "config.json").unlink(missing_ok=True)  # from here on nothing loads it
-        for path in out.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in own:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
 
 
-def done_record(plan: Plan, shard: Shard) -> dict | None:
-    """The record of a finished shard of this plan, if the shard is there in its full size and its source has not changed since."""
+def done_record(plan: Plan, shard: Shard, hashed: bool = False) -> dict | None:
+    """The record of a finished shard of this plan, or None.
+
+    None too if its source has changed, or the shard is not there in its full size (`hashed`: with the bytes that were written).
+    """
+    path = plan.output / shard.output
     try:
         record = json.loads((plan.work / f"{shard.output}.done.json").read_text())
-        size = (plan.output / shard.output).stat().st_size
-    except (OSError, ValueError):
+        expected = (plan.fingerprint, source_mtime(plan, shard), path.stat().st_size)
+        if (record["fingerprint"], record["source_mtime_ns"], record["file"]["bytes"]) != expected:
+            return None
+        sound = not hashed or sha256_file(path) == record["file"]["sha256"]
+        return record if sound and record.keys() >= {"source", "weight_map", "tensors"} else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    expected = (plan.fingerprint, source_mtime(plan, shard), size)
-    return record if (record["fingerprint"], record["source_mtime_ns"], record["file"]["bytes"]) == expected else None
 
 
 def source_mtime(plan: Plan, shard: Shard) -> int:
     return (plan.source / shard.source).stat().st_mtime_ns
+
+
+def other_files(source: Path) -> list[Path]:
+    """Files beside the weights that belong to a model, relative to its folder: tokenizer, licence, code, sidecars.
+
+    Not weights in other formats, not hidden files, not folders that are checkpoints of their own.
+    """
+    found = []
+    for folder, names, files in os.walk(source):
+        here = Path(folder).relative_to(source)
+        own = ("config.json", MANIFEST_NAME, INDEX_NAME) if here == Path() else ()
+        checkpoints = [n for n in names if any((Path(folder) / n / m).exists() for m in ("config.json", WORK_FOLDER))]
+        names[:] = sorted(n for n in names if not n.startswith(".") and n not in checkpoints)
+        for name in sorted(files):
+            path = here / name
+            weights = path.suffix in _WEIGHT_SUFFIXES or (
+                path.suffix == ".safetensors" and here.parts[:1] != ("kv_cache",)
+            )
+            if name not in own and not name.startswith(".") and not weights and (source / path).is_file():
+                found.append(path)
+    return found

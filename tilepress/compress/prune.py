@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
 from tilepress.compress.plan import Plan, Progress, source_mtime
-from tilepress.compress.targets import Target, check_value_dtypes
-from tilepress.formats import UsageError
+from tilepress.compress.targets import Target, check_patterns, check_value_dtypes
+from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
-from tilepress.formats.checkpoint import Checkpoint, dtype_name
+from tilepress.formats.checkpoint import Checkpoint
 
 SCOPES = ("layer", "row", "global")
 METHODS = ("magnitude",)
@@ -27,6 +27,8 @@ LAYOUTS = ("tiled-csl", "dense")
 
 @dataclass(frozen=True)
 class PruneRecipe:
+    """Settings of `compress prune`. Raises UsageError for a sparsity out of range or an unknown choice."""
+
     sparsity: float  # in [0, 1)
     scope: str = "layer"  # layer | row | global
     method: str = "magnitude"
@@ -35,6 +37,11 @@ class PruneRecipe:
     ignore: tuple[str, ...] = ("lm_head",)
 
     command = "compress prune"
+
+    @property
+    def passes(self) -> int:
+        """How often the targets are read: a global threshold needs one more look at them, or two in float32."""
+        return 2 if self.scope == "global" else 1
 
     def __post_init__(self):
         if not 0 <= self.sparsity < 1:
@@ -48,6 +55,7 @@ class PruneRecipe:
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+        check_patterns(self.ignore)
 
     def settings(self) -> dict:
         return {
@@ -108,16 +116,19 @@ class PruneRecipe:
                 work
                 / f"magnitudes-{'all' if prefix is None else prefix}-{shard.number:05d}-{source_mtime(plan, shard)}.npy"
             )
-            if not path.exists():
+            if path.exists():
+                progress(shard.output, shard.elements if prefix is None else 0)
+            else:
                 counts = Histogram(wide, prefix)
                 for job in shard.jobs:
                     if job.target:
                         progress(f"magnitudes of {job.target.name}", 0)
                         weight = checkpoint.dense(job.weight, device)
                         counts.add(weight.to(self.dtype or weight.dtype), job.target.name)
+                        progress(job.target.name, job.target.elements if prefix is None else 0)
                 buffer = io.BytesIO()
                 np.save(buffer, counts.counts.numpy())
-                write_atomic(path, buffer.getvalue())
+                write_atomic(path, buffer.getvalue(), work)
             files.append(path)
         return files
 

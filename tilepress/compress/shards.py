@@ -7,56 +7,76 @@ memory holds the largest weight about twice, whatever the shard's size.
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import LAYOUTS, TiledCSLLayout
+from tilepress.compress.layouts import LAYOUTS
 from tilepress.compress.plan import Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
 from tilepress.compress.targets import Target
-from tilepress.formats import TilepressError, tiled_csl
+from tilepress.formats import TilepressError, dtype_name, tiled_csl
 from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, dtype_name, read_header
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
 
 
 def run_shards(
     plan: Plan, rank: int = 0, world_size: int = 1, device: str = "cpu", progress: Progress = lambda what, count: None
 ) -> None:
     """Writes this rank's shards that are not done yet. Raises TilepressError; what is done stays for --resume."""
-    checkpoint = Checkpoint(plan.source)
     state = plan.recipe.prepare(plan, plan.work, device, progress)
     for shard in plan.shards[rank::world_size]:
-        if done_record(plan, shard) is not None:
-            progress(shard.output, shard.elements)
-            continue
-        _write_shard(plan, shard, checkpoint, state, device, progress)
+        _ensure_shard(plan, shard, state, device, progress)
 
 
 def run_parallel(
     plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
 ) -> None:
     """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin."""
-    plan.recipe.prepare(plan, plan.work, device, progress)  # once, so that the workers find its files
-    mine = plan.shards[rank::world_size]
+    state = plan.recipe.prepare(plan, plan.work, device, progress)
     cards = torch.cuda.device_count() if device == "cuda" else 0
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
-        # Rank i of as many ranks as shards is shard i alone.
-        waiting = {
-            pool.submit(
-                run_shards, plan, shard.number, len(plan.shards), f"cuda:{shard.number % cards}" if cards else device
-            ): shard
-            for shard in mine
-        }
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    setup = (max(1, (os.cpu_count() or 1) // workers), stop, os.getpid())
+    with ProcessPoolExecutor(workers, context, _setup_worker, setup) as pool:
         try:
+            waiting = {}
+            for shard in plan.shards[rank::world_size]:
+                card = f"cuda:{shard.number % cards}" if cards else device
+                waiting[pool.submit(_ensure_shard, plan, shard, state, card)] = shard
             for future in as_completed(waiting):
                 future.result()
                 progress(waiting[future].output, waiting[future].elements)
         except BaseException:
+            stop.set()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _setup_worker(threads: int, stop, parent: int) -> None:
+    """A worker ends at once when it is told to, or when the process that started it is gone."""
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while not stop.wait(0.5):
+            if os.getppid() != parent:
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _ensure_shard(
+    plan: Plan, shard: Shard, state: dict, device: str, progress: Progress = lambda what, count: None
+) -> None:
+    if done_record(plan, shard, hashed=True) is not None:
+        progress(shard.output, shard.elements)
+    else:
+        _write_shard(plan, shard, Checkpoint(plan.source), state, device, progress)
 
 
 def _write_shard(
@@ -75,9 +95,9 @@ def _write_shard(
         ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, plan.recipe)),
         key=lambda pair: _order(pair[0]),
     )
-    for stale in plan.output.glob(f".{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
+    for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
         stale.unlink(missing_ok=True)
-    writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned])
+    writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
     records, side = {}, {}
     try:
         for tensor, job in planned:
@@ -122,6 +142,7 @@ def _write_shard(
                 "tensors": [records[name] for name in sorted(records)],
             }
         ),
+        plan.work,
     )
 
 
@@ -138,10 +159,12 @@ def _pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
     """The elements in order, converted. Raises TilepressError where a finite value does not fit the dtype."""
     for piece in tensor.reshape(-1).split(1 << 22):
         converted = piece.to(dtype)
-        if dtype != tensor.dtype and not torch.equal(torch.isfinite(converted), torch.isfinite(piece)):
+        if piece.is_floating_point() and not bool(torch.isfinite(converted.float()).all()):
+            if bool(torch.isfinite(piece.float()).all()):
+                hint = "convert with --dtype bfloat16, which has float32's range"
+                raise TilepressError(f"{name} has values beyond {dtype_name(dtype)}", hint)
             raise TilepressError(
-                f"{name} has values beyond {dtype_name(dtype)}",
-                "convert with --dtype bfloat16, which has float32's range",
+                f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training"
             )
         yield converted
 
@@ -166,7 +189,7 @@ def _copied_record(checkpoint: Checkpoint, weight: Weight, recipe: Recipe) -> di
                 f"{weight.name}: {problems[0]}", "the artifact is damaged: `tilepress verify DIR` lists every finding"
             )
         shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
-        record |= TiledCSLLayout.record(*shape, stats) | {"bytes": weight.nbytes}
+        record |= tiled_csl.record(*shape, stats) | {"bytes": weight.nbytes}
     return record | {"error": 0.0}
 
 

@@ -5,14 +5,16 @@ The model is built on the meta device (no memory, no weights) and its modules sa
 transformers merges them in memory, so they are recognized by that name.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
-from tilepress.formats import UsageError
-from tilepress.formats.checkpoint import Checkpoint, Weight, dtype_name, module_path
+from tilepress.formats import UsageError, dtype_name
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, model_names, module_path
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -40,8 +42,11 @@ class Target:
 
 @dataclass(frozen=True)
 class LeftAlone:
+    """A weight that is not compressed, and why; `dropped` if it is not even copied."""
+
     name: str
     reason: str
+    dropped: bool = False
 
 
 def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
@@ -50,6 +55,12 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
 
     stored = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     kind = stored.get("model_type", "(none)")
+    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    if method not in (None, "tilepress"):
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method}), its stored values are not its weights",
+            "give the checkpoint that it was made from",
+        )
     try:
         if trust_remote_code and "auto_map" in stored:
             config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
@@ -58,22 +69,31 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
             config = AutoConfig.for_model(**stored)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever a config.json can make a model class raise
         raise UsageError(
-            f"no causal language model for architecture {kind!r} of {checkpoint.path.name} ({str(error).splitlines()[0][:120]})",
+            f"no causal language model for architecture {kind!r} of {checkpoint.path.name} ({' '.join(str(error).split())[:160]})",
             "upgrade transformers, or add --trust-remote-code if the checkpoint brings code that you have read",
         ) from error
 
 
-def ignored(path: str, patterns: tuple[str, ...]) -> str | None:
-    """The pattern that a module path matches as a whole, by its last parts, or as `re:REGEX`; None if none does."""
+def check_patterns(patterns: tuple[str, ...]) -> None:
+    """Raises UsageError for a `re:` pattern that is no regular expression."""
     for pattern in patterns:
-        if pattern.startswith("re:"):
-            if re.search(pattern[3:], path):
-                return pattern
-        elif fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}"):
-            return pattern
-    return None
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise UsageError(f"--ignore {pattern}: {error}", "after re: stands a Python regular expression") from error
+
+
+def matching(path: str, patterns: tuple[str, ...]) -> list[str]:
+    """The patterns that a module path matches as a whole, by its last parts, or as `re:REGEX`."""
+    return [
+        pattern
+        for pattern in patterns
+        if (pattern.startswith("re:") and re.search(pattern[3:], path))
+        or fnmatchcase(path, pattern)
+        or fnmatchcase(path, f"*.{pattern}")
+    ]
 
 
 def find_targets(
@@ -81,44 +101,38 @@ def find_targets(
 ) -> tuple[list[Target], list[LeftAlone]]:
     """Splits a checkpoint's weights into targets and those left alone, both in name order.
 
-    Raises UsageError for an unknown architecture, a pattern that matches nothing, or a checkpoint without linear weights.
+    Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
+    linear layer, or a checkpoint without linear weights.
     """
-    from transformers.pytorch_utils import Conv1D
-
     model = build_meta_model(checkpoint, trust_remote_code)
     modules = dict(model.named_modules())
-    known = set(modules)
-    heads = [module for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module is not None]
-    targets, left = [], []
-    unused = set(patterns) - {"lm_head"}
+    known, stored = set(modules), set()
+    heads = [m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None]
+    direct = _read_directly(model)
+    parameters = set(model.state_dict())
+    targets, left, used = [], [], set()
     for name, weight in checkpoint.weights.items():
-        packed = checkpoint.packed_shape(weight) if weight.layout != "dense" else None
-        shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
         path = module_path(name, known, model.base_model_prefix) if name.endswith(".weight") else None
-        module = modules.get(path)
+        stored.add(path)
+        target = _describe(checkpoint, weight, modules.get(path))
         plain = path or name.removesuffix(".weight")
-        pattern = ignored(plain, patterns)
-        linear = isinstance(module, torch.nn.Linear | Conv1D) or (
-            module is None and bool(_EXPERT.search(name)) and len(shape) == 2
-        )
-        unused.discard(pattern)
-        if any(module is head for head in heads):
+        if any(modules.get(path) is head for head in heads):
             left.append(LeftAlone(name, "embedding or output head"))
-        elif len(shape) == 3 and ".experts." in name:
-            left.append(LeftAlone(name, "experts fused into one 3-D tensor"))
-        elif not linear or not name.endswith(".weight"):
-            left.append(LeftAlone(name, "not a linear weight"))
-        elif pattern:
-            left.append(LeftAlone(name, f"matches --ignore {pattern}"))
+        elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
+            left.append(LeftAlone(name, "a buffer that the model computes itself: not copied", dropped=True))
+        elif isinstance(target, str):
+            left.append(LeftAlone(name, target))
+        elif found := matching(plain, patterns):
+            used.update(found)
+            left.append(LeftAlone(name, f"matches --ignore {found[0]}"))
         elif _ROUTER.search(plain):
             left.append(LeftAlone(name, "expert router"))
-        elif packed is None and not weight.entries[0].dtype.is_floating_point:
-            left.append(LeftAlone(name, f"stored as {dtype_name(weight.entries[0].dtype)}, already quantized"))
+        elif path in direct:
+            left.append(LeftAlone(name, "the model reads the weight itself, not through its layer"))
         else:
-            transposed = packed.transposed if packed else isinstance(module, Conv1D)
-            rows, cols = shape if packed or not transposed else reversed(shape)
-            dtype = packed.dtype if packed else weight.entries[0].dtype
-            targets.append(Target(weight, rows, cols, dtype, transposed))
+            targets.append(target)
+    _refuse_missing(model, modules, stored, heads, checkpoint.name)
+    unused = set(patterns) - used - {"lm_head"}
     if unused:
         raise UsageError(
             f"--ignore {sorted(unused)[0]} matches no linear layer",
@@ -126,9 +140,89 @@ def find_targets(
         )
     if not targets:
         raise UsageError(
-            f"{checkpoint.path.name} has no linear weight to compress", "give a decoder language model's checkpoint"
+            f"{checkpoint.name} has no linear weight to compress", "give a decoder language model's checkpoint"
         )
     return targets, left
+
+
+def _describe(checkpoint: Checkpoint, weight: Weight, module: torch.nn.Module | None) -> Target | str:
+    """A stored weight as a target, or why it cannot be one. Raises UsageError if it is not of its module's shape."""
+    packed = checkpoint.packed_shape(weight) if weight.layout != "dense" else None
+    shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
+    expert = module is None and _EXPERT.search(weight.name) and len(shape) == 2
+    if len(shape) == 3 and ".experts." in weight.name:
+        return "experts fused into one 3-D tensor"
+    if not weight.name.endswith(".weight") or not (expert or isinstance(module, torch.nn.Linear | Conv1D)):
+        return "not a linear weight"
+    if not expert and type(module) not in (torch.nn.Linear, Conv1D):
+        return f"{type(module).__name__}, a linear layer of the model's own kind"
+    expected = None if expert else tuple(module.weight.shape)
+    if packed and type(module) is Conv1D:
+        expected = expected[::-1]
+    if (expected is not None and expected != shape) or 0 in shape:
+        raise UsageError(
+            f"{weight.name} is {list(shape)}, config.json makes it {list(expected or shape)}",
+            "the checkpoint and its config.json do not belong together",
+        )
+    dtype = packed.dtype if packed else weight.entries[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return f"stored as {dtype_name(dtype)}"
+    transposed = packed.transposed if packed else type(module) is Conv1D
+    rows, cols = shape if packed or not transposed else reversed(shape)
+    return Target(weight, rows, cols, dtype, transposed)
+
+
+def _refuse_missing(model, modules: dict, stored: set, heads: list, name: str) -> None:
+    """Raises UsageError for linear layers that the checkpoint should have and has not."""
+    tied = {key.removesuffix(".weight") for key in getattr(model, "all_tied_weights_keys", {})}
+    missing = [
+        path
+        for path, module in modules.items()
+        if type(module) in (torch.nn.Linear, Conv1D)
+        and path not in stored | tied
+        and not any(module is h for h in heads)
+    ]
+    if missing:
+        raise UsageError(
+            f"{name} has no weight for {len(missing)} linear layers of its config.json: {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
+            "the checkpoint and its config.json do not belong together",
+        )
+
+
+def _read_directly(model: torch.nn.Module) -> set[str]:
+    """Linear layers whose weight the model uses without calling them (Mamba's, say): they cannot be packed.
+
+    Found by a forward pass on the meta device with the layers replaced by ones that note who asks for their weight. A model that
+    cannot run there (a mixture routes by values) is seen up to the point where it stops.
+    """
+    asked: set[str] = set()
+
+    class Noting(torch.nn.Module):
+        def __init__(self, path: str, linear: torch.nn.Module):
+            super().__init__()
+            self.path, self.bias = path, linear.bias
+            self.rows = linear.weight.shape[0] if type(linear) is torch.nn.Linear else linear.weight.shape[1]
+            self._weight = [linear.weight]
+
+        @property
+        def weight(self):
+            asked.add(self.path)
+            return self._weight[0]
+
+        def forward(self, x):
+            return x.new_empty(*x.shape[:-1], self.rows)
+
+    linears = {path: m for path, m in model.named_modules() if type(m) in (torch.nn.Linear, Conv1D)}
+    try:
+        for path, linear in linears.items():
+            model.set_submodule(path, Noting(path, linear))
+        asked.clear()
+        with torch.no_grad(), contextlib.suppress(Exception):
+            model(torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
+    finally:
+        for path, linear in linears.items():
+            model.set_submodule(path, linear)
+    return asked
 
 
 def check_value_dtypes(dtypes: dict[str, torch.dtype]) -> None:

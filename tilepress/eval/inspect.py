@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilepress.formats.checkpoint import Checkpoint, dtype_name
+from tilepress.formats import dtype_name
+from tilepress.formats.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

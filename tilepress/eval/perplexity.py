@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.calibration import token_ids
-from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import dtype_name
+from tilepress.formats import TilepressError, UsageError, dtype_name
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 RECIPES = ("gptq", "strided")
@@ -43,7 +42,8 @@ class Protocol:
                 f"seqlen {self.seqlen} and limit {self.limit} give nothing to score",
                 "use --seqlen 2 or more and --limit 1 or more",
             )
-        step = self.stride or (self.seqlen if self.recipe == "gptq" else max(self.seqlen // 4, 1))
+        default = self.seqlen if self.recipe == "gptq" else max(self.seqlen // 4, 1)
+        step = default if self.stride is None else self.stride
         if self.recipe == "gptq" and step != self.seqlen:
             raise UsageError("recipe gptq has windows without overlap", "leave --stride out, or use --recipe strided")
         if not 1 <= step <= self.seqlen:
@@ -61,8 +61,8 @@ class Protocol:
             spans, scored = [], 1
             for a in range(0, num_tokens, self.stride):
                 end = min(a + self.seqlen, num_tokens)
-                if end > scored:
-                    spans.append((a, end, scored))
+                if end > max(scored, a + 1):
+                    spans.append((a, end, max(scored, a + 1)))  # a window's first token has nothing before it
                 scored = end
                 if end == num_tokens:
                     break
@@ -129,6 +129,12 @@ def perplexity(
     needed = None if protocol.limit is None else protocol.limit * protocol.stride + protocol.seqlen
     ids = token_ids(tokenizer, protocol.dataset, needed)
     spans = protocol.windows(len(ids))
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if ids and max(ids) >= vocabulary:
+        raise UsageError(
+            f"the tokenizer gives token {max(ids)}, the model has {vocabulary}",
+            "the tokenizer does not belong to the model",
+        )
     if not spans or (protocol.recipe == "strided" and len(ids) < 2):
         raise UsageError(
             f"{protocol.dataset} has {len(ids)} tokens, less than one window of {protocol.seqlen}",
@@ -153,6 +159,8 @@ def perplexity(
         if base is not None:
             base_logits = _logits(base, window.to(next(base.parameters()).device))[rows].to(logits.device)
             base_losses = score(base_logits, window[0, scored - first :])
+            if not bool(torch.isfinite(base_losses).all()):
+                raise TilepressError(f"the base model gives non-finite logits in window {done}", "check --base")
             base_nll.add(float(base_losses.double().sum()), count)
             delta.add(float((losses.double() - base_losses.double()).sum()), count)
             divergences, agrees = divergence(base_logits, logits)

@@ -2,21 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 
-from tilepress.formats import TilepressError, tiled_csl
+from tilepress.formats import TilepressError, dtype_name, tiled_csl
 from tilepress.formats.artifact import sha256_file
-from tilepress.formats.checkpoint import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    Checkpoint,
-    Weight,
-    dtype_name,
-    read_header,
-    read_json,
-)
+from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, Checkpoint, Weight, read_header, read_manifest
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,29 +32,43 @@ def verify(
 ) -> list[Check]:
     """Checks a finished artifact: files and hashes, headers and index, packed words, declared counts, `base`, loading.
 
-    Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
+    A folder that `save_pretrained` wrote has no manifest: it is checked as far as its tensors tell. Returns every check with its
+    findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
     """
-    if not path.is_dir() or not (path / MANIFEST_NAME).exists():
+    declared = (path / MANIFEST_NAME).exists()
+    source = Checkpoint(base) if base else None
+    if not declared and not _has_packed(path):
         raise TilepressError(
-            f"{path} has no {MANIFEST_NAME}",
+            f"{path} has no {MANIFEST_NAME} and no packed weight",
             "give a folder that a tilepress command finished; continue an unfinished one with --resume",
         )
-    manifest = read_json(path / MANIFEST_NAME)
-    source = Checkpoint(base) if base else None
-    checks = [_files(path, manifest, progress), _headers(path, manifest)]
+    checks, manifest = [], {"files": [], "tensors": []}
+    if declared:
+        try:
+            manifest = read_manifest(path)
+        except TilepressError as error:
+            return [Check("manifest", 1, (error.message,))]
+        checks.append(_files(path, manifest, progress))
+    checks.append(_headers(path))
     try:
         checkpoint = Checkpoint(path)
         weights = checkpoint.weights
     except TilepressError as error:
         return [*checks, Check("index", 1, (error.message,))]
     checks.append(Check("index", len(checkpoint.tensors), ()))
-    checks.append(_weights(checkpoint, weights, manifest, progress))
+    checks.append(_weights(checkpoint, weights, manifest if declared else None, progress))
     if source:
-        pruned = {record["name"] for record in manifest.get("tensors", []) if "zeros" in record}
+        pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
+        pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
         checks.append(_against(checkpoint, weights, source, pruned, progress))
-    if reload and all(check.passed for check in checks):
-        checks.append(_reload(path, len(weights)))
+    if reload:
+        sound = all(check.passed for check in checks)
+        checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
     return checks
+
+
+def _has_packed(path: Path) -> bool:
+    return any(weight.layout != "dense" for weight in Checkpoint(path).weights.values())
 
 
 def _files(path: Path, manifest: dict, progress: Progress) -> Check:
@@ -88,32 +95,27 @@ def _files(path: Path, manifest: dict, progress: Progress) -> Check:
     return Check("files and hashes", len(files), tuple(findings))
 
 
-def _headers(path: Path, manifest: dict) -> Check:
-    findings, shards = (
-        [],
-        sorted(
-            f["name"] for f in manifest.get("files", []) if f["name"].endswith(".safetensors") and "/" not in f["name"]
-        ),
-    )
-    if not (path / INDEX_NAME).exists():
+def _headers(path: Path) -> Check:
+    findings, shards = [], sorted(path.glob("*.safetensors"))
+    if not (path / INDEX_NAME).exists() and (path / MANIFEST_NAME).exists():
         findings.append(f"{INDEX_NAME} is missing")
     for shard in shards:
-        if (path / shard).exists():
-            try:
-                read_header(path / shard)
-            except TilepressError as error:
-                findings.append(error.message)
+        try:
+            read_header(shard)
+        except TilepressError as error:
+            findings.append(error.message)
     return Check("headers", len(shards), tuple(findings))
 
 
-def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict, progress: Progress) -> Check:
+def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict | None, progress: Progress) -> Check:
+    """Each weight by itself, and against its record where there is a manifest."""
     findings = []
-    records = {record["name"]: record for record in manifest.get("tensors", [])}
+    records = {record["name"]: record for record in manifest["tensors"]} if manifest else {}
     findings += [f"{name} is declared but not stored" for name in sorted(set(records) - set(weights))]
     for done, weight in enumerate(weights.values()):
         progress(weight.name, done, len(weights))
         record = records.get(weight.name)
-        if record is None:
+        if record is None and manifest:
             findings.append(f"{weight.name} is stored but not declared")
             continue
         try:
@@ -122,7 +124,10 @@ def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict,
             findings.append(error.message)
             continue
         findings += [f"{weight.name}: {problem}" for problem in problems]
-        if not problems:
+        if not problems and record:
+            if "zeros" in record:
+                found["zeros"] = prod(found["shape"]) - found["nonzeros"]
+            found.setdefault("transposed", None)
             findings += [
                 f"{weight.name}: {key} is {value}, declared {record.get(key)}"
                 for key, value in found.items()
@@ -149,14 +154,8 @@ def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
         }, problems
     packed = checkpoint.packed(weight)
     problems, stats = tiled_csl.check(packed)
-    return found | {
-        "shape": [packed.rows, packed.cols],
-        "dtype": dtype_name(packed.dtype),
-        "tile_rows": packed.tile_rows,
-        "nonzeros": stats.nonzeros,
-        "densest_tile": stats.densest_tile,
-        "wavefronts": stats.wavefronts,
-    }, problems
+    shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
+    return found | tiled_csl.record(*shape, stats), problems
 
 
 def _against(
@@ -188,10 +187,14 @@ def _against(
 
 
 def _reload(path: Path, count: int) -> Check:
+    """Loads the artifact and runs a few tokens through it."""
     from tilepress.runtime.loader import load
 
     try:
-        load(str(path))
+        model = load(str(path))
+        with torch.inference_mode():
+            logits = model(torch.arange(8)[None] % model.config.get_text_config().vocab_size, use_cache=False).logits
     except Exception as error:
-        return Check("loads", count, (str(error).splitlines()[0],))
-    return Check("loads", count, ())
+        return Check("loads", count, (str(error).splitlines()[0] if str(error) else type(error).__name__,))
+    finite = bool(torch.isfinite(logits).all())
+    return Check("loads", count, () if finite else ("the model gives non-finite logits",))

@@ -4,6 +4,11 @@ The two errors live here because every other part, down to the formats, raises t
 """
 
 
+def dtype_name(dtype) -> str:
+    """A torch dtype as a model's config spells it: bfloat16, float16, int32."""
+    return str(dtype).removeprefix("torch.")
+
+
 class TilepressError(Exception):
     """Something the user can mend: `message` says what is wrong with its values, `hint` the command or flag that helps.
 

@@ -9,8 +9,10 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import struct
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,6 @@ from torch import Tensor
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import DTYPE_NAMES
 
-FORMAT_VERSION = 1
 WORK_FOLDER = ".tilepress"  # plan and done-records of an unfinished run
 
 
@@ -54,28 +55,40 @@ def disk_errors(path: Path):
         ) from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a small file through a temporary one, so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def temporary_name(folder: Path, path: Path) -> Path:
+    """A name in `folder` that no other process, on this machine or another, picks for the same file."""
+    return folder / f"{path.name}.{uuid.uuid4().hex}.tmp"
+
+
+def write_atomic(path: Path, data: bytes | Path, folder: Path) -> None:
+    """Writes a small file, or copies the file `data`, through a temporary one in `folder`: it is there whole or not at all.
+
+    `folder` must be on the same disk; neither folder is made.
+    """
+    temporary = temporary_name(folder, path)
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            file.write(data)
+            if isinstance(data, Path):
+                with open(data, "rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 22)
+            else:
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
 
 
 def to_json(value: dict) -> bytes:
+    """As every JSON file of an artifact is written."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def sha256_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+def sha256_file(path: Path) -> str:
+    """Of a whole file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
-            on_bytes(len(block))
     return digest.hexdigest()
 
 
@@ -85,22 +98,17 @@ class ShardWriter:
     Tensors must be added in the order of `planned`; each may take at most its planned elements.
     """
 
-    def __init__(self, path: Path, planned: list[PlannedTensor]):
+    def __init__(self, path: Path, planned: list[PlannedTensor], folder: Path):
+        """The file grows as a temporary one in `folder`, on the same disk as `path`."""
         self.path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._temporary = temporary_name(folder, path)
         self._planned = planned
         self._header: dict = {"__metadata__": {"format": "pt"}}
-        widest, offset = dict(self._header), 0
-        for tensor in planned:
-            end = offset + tensor.max_nbytes
-            shape = [tensor.max_elements] + [1] * (tensor.dims - 1)
-            room = "9" * len(str(tensor.max_elements)) if tensor.dims > 1 else None
-            widest[tensor.name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": shape if room is None else [int(room)] * tensor.dims,
-                "data_offsets": [end, end],
-            }
-            offset = end
+        # No number of a header has more digits than this one.
+        widest = dict(self._header) | {
+            t.name: {"dtype": DTYPE_NAMES[t.dtype], "shape": [2**63] * t.dims, "data_offsets": [2**63, 2**63]}
+            for t in planned
+        }
         self._room = -(-(len(json.dumps(widest, separators=(",", ":")).encode()) + 8) // 128) * 128 - 8
         with disk_errors(path):
             self._file = open(self._temporary, "wb")  # noqa: SIM115 - finish or abandon closes it

@@ -7,6 +7,7 @@ A *weight* here is what the model calls one: a dense tensor, or the several stor
 """
 
 import json
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError, tiled_csl
 
+FORMAT_VERSION = 1
 INDEX_NAME = "model.safetensors.index.json"
 MANIFEST_NAME = "tilepress.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -40,12 +42,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
 _REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in a model's config: bfloat16, float16, int32."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -107,15 +105,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise refuse("the header is not valid JSON") from error
     if not isinstance(header, dict):
         raise refuse("the header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refuse("__metadata__ is not an object of strings")
 
     entries, spans = {}, []
     for name, info in header.items():
         try:
             dtype, shape, (begin, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
             numbers = [*shape, begin, end]
-            if any(type(n) is not int or n < 0 for n in numbers):
+            if any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
                 raise ValueError
+            name.encode()
         except (KeyError, TypeError, ValueError) as error:
             raise refuse(f"tensor {name!r} is badly described: {str(info)[:120]}") from error
         nbytes = dtype.itemsize
@@ -145,19 +146,57 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TilepressError(f"{path} is not valid JSON: {error}", _REPAIR_HINT) from error
     if not isinstance(value, dict):
         raise TilepressError(f"{path} does not hold a JSON object", _REPAIR_HINT)
     return value
 
 
+def read_manifest(folder: Path) -> dict:
+    """A folder's `tilepress.json`, checked as far as its readers rely on it. Raises TilepressError saying what is wrong."""
+    manifest = read_json(folder / MANIFEST_NAME)
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise TilepressError(
+            f"{MANIFEST_NAME} has format version {version!r}, this tilepress reads {FORMAT_VERSION}",
+            "upgrade tilepress",
+        )
+    numbers = {"bytes", "nonzeros", "zeros", "densest_tile", "wavefronts", "tile_rows"}
+    for key, kind in (("settings", dict), ("source", dict), ("files", list), ("tensors", list), ("left_alone", list)):
+        if not isinstance(manifest.get(key), kind):
+            raise TilepressError(
+                f"{MANIFEST_NAME} has no {key} that is {'an object' if kind is dict else 'a list'}", _REPAIR_HINT
+            )
+    for key in ("files", "tensors", "left_alone"):
+        for item in manifest[key]:
+            sound = isinstance(item, dict) and isinstance(item.get("name"), str)
+            sound = sound and all(type(value) is int for name, value in item.items() if name in numbers)
+            sound = sound and (
+                key != "files" or (isinstance(item.get("sha256"), str) and "bytes" in item and _inside(item["name"]))
+            )
+            sound = sound and (key != "left_alone" or isinstance(item.get("reason"), str))
+            if not sound:
+                raise TilepressError(
+                    f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", _REPAIR_HINT
+                )
+    return manifest
+
+
+def _inside(name: str) -> bool:
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 class Checkpoint:
     """A checkpoint folder: its config, the tensors that its headers declare, and the weights that they form."""
 
-    def __init__(self, path: Path):
-        """Reads config, index and headers. Raises TilepressError for anything missing, truncated or contradictory."""
+    def __init__(self, path: Path, name: str | None = None):
+        """Reads config, index and headers. Raises TilepressError for anything missing, truncated or contradictory.
+
+        `name` is what the model is called where that is not its folder's name: the hub id.
+        """
         self.path = Path(path)
+        self.name = name or self.path.resolve().name
         if not self.path.is_dir():
             raise UsageError(
                 f"{self.path} is not a folder", "give a folder with config.json and *.safetensors, or a hub id"
@@ -170,6 +209,8 @@ class Checkpoint:
                 else "the artifact is unfinished: run its command again with --resume",
             )
         self.config = read_json(self.path / "config.json")
+        if not isinstance(self.config.get("quantization_config", {}), dict):
+            raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", _REPAIR_HINT)
         self.shards = self._find_shards()
         self.tensors: dict[str, TensorEntry] = {}
         for shard in self.shards:
@@ -199,7 +240,9 @@ class Checkpoint:
                     raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", _REPAIR_HINT)
             return shards
         files = sorted(p.name for p in self.path.glob("*.safetensors"))
-        if files == ["model.safetensors"] or len(files) == 1:
+        if "model.safetensors" in files:
+            return ["model.safetensors"]
+        if len(files) == 1:
             return files
         if files:
             raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT)
@@ -249,7 +292,7 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> dict | None:
         """`tilepress.json`, or None for a checkpoint that no tilepress command finished."""
-        return read_json(self.path / MANIFEST_NAME) if (self.path / MANIFEST_NAME).exists() else None
+        return read_manifest(self.path) if (self.path / MANIFEST_NAME).exists() else None
 
     def read(self, name: str) -> Tensor:
         """One stored tensor, memory-mapped on CPU."""
@@ -259,7 +302,8 @@ class Checkpoint:
                 self._open = (file, safe_open(self.path / file, framework="pt"))
             return self._open[1].get_tensor(name)
         except Exception as error:
-            raise TilepressError(f"cannot read tensor {name!r} from {file}: {error}", _REPAIR_HINT) from error
+            why = str(error).splitlines()[0]
+            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error
 
     def packed(self, weight: Weight) -> tiled_csl.TiledCSL:
         """The stored tensors of a packed weight, with their shapes checked."""
@@ -276,6 +320,9 @@ class Checkpoint:
         if weight.layout == "dense":
             return self.read(weight.name).to(device)
         packed = self.packed(weight).to(device)
+        problem = tiled_csl.check_bounds(packed)
+        if problem:
+            raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
         tensor = tiled_csl.unpack(packed)
         return tensor.t().contiguous() if packed.transposed else tensor
 
@@ -297,13 +344,18 @@ def locate(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def module_path(tensor_name: str, known: set[str], prefix: str) -> str | None:
-    """The model's module that a stored `….weight` belongs to, or None.
+# Buffers that old checkpoints store and models compute themselves: masks, rotary frequencies, position ids.
+COMPUTED_BUFFER = re.compile(r"\.(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$")
+
+
+def model_names(tensor_name: str, prefix: str) -> tuple[str, str, str]:
+    """The names that a model may have for a stored tensor.
 
     Checkpoints may leave out the base model's prefix, or have it where the model does not (`transformer.h.0…` and `h.0…`).
     """
-    path = tensor_name.removesuffix(".weight")
-    for candidate in (path, f"{prefix}.{path}", path.removeprefix(f"{prefix}.")):
-        if candidate in known:
-            return candidate
-    return None
+    return tensor_name, f"{prefix}.{tensor_name}", tensor_name.removeprefix(f"{prefix}.")
+
+
+def module_path(tensor_name: str, known: set[str], prefix: str) -> str | None:
+    """The model's module that a stored `….weight` belongs to, or None."""
+    return next((n for n in model_names(tensor_name.removesuffix(".weight"), prefix) if n in known), None)

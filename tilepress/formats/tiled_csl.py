@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
 
 SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
@@ -105,6 +105,13 @@ class PackStats:
     def wavefronts_per_32(self) -> float:
         """Wavefronts per 32 non-zeros; 1.0 is the least possible with full steps."""
         return 32 * self.wavefronts / self.nonzeros if self.nonzeros else 0.0
+
+
+def record(rows: int, cols: int, tile_rows: int, dtype: torch.dtype, transposed: bool, stats: PackStats) -> dict:
+    """What a manifest says of a packed weight."""
+    described = {"shape": [rows, cols], "dtype": dtype_name(dtype), "tile_rows": tile_rows}
+    described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "wavefronts": stats.wavefronts}
+    return described | ({"transposed": True} if transposed else {})
 
 
 def num_tiles(rows: int, cols: int, tile_rows: int) -> int:
@@ -312,6 +319,23 @@ def check_offsets(offsets: Tensor, num_words: int) -> str | None:
         return f"offsets fall after tile {int((steps < 0).nonzero()[0])}"
     if bool((offsets % (BANKS // 4)).any()):
         return "offsets are no multiples of 8 (128 bytes)"
+    return None
+
+
+def check_bounds(packed: TiledCSL) -> str | None:
+    """What would make decoding wrong or unsafe, or None: offsets in order, and every word in its window or the padding behind it.
+
+    One pass over the words; `check` looks closer.
+    """
+    problem = check_offsets(packed.offsets, packed.words.numel())
+    if problem or not packed.words.numel():
+        return problem
+    window = packed.tile_rows * 128
+    for words in packed.words.split(_CHUNK_ELEMENTS * 8):
+        offset = (words >> 16) & 0xFFFF
+        outside = (offset >= window) & (((words & 0xFFFF) != 0) | (offset >= window + 4 * BANKS))
+        if bool((outside | ((offset & 1) != 0)).any()):
+            return "a word points outside its tile"
     return None
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from tilepress.formats import UsageError
-from tilepress.formats.checkpoint import Checkpoint, locate
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
 from tilepress.runtime.modules import TiledCSLLinear
 from tilepress.runtime.plugin import register
 
@@ -19,7 +19,7 @@ def load(
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
     The linears of an artifact's packed weights are `TiledCSLLinear`. `dtype` is that of activations and dense weights ("auto": the
-    checkpoint's); packed values keep theirs. Further arguments go to from_pretrained (`device_map`, `attn_implementation`).
+    checkpoint's); packed values keep theirs. Further arguments go to from_pretrained (`attn_implementation`; `device_map` needs accelerate).
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
     from transformers import AutoModelForCausalLM
@@ -27,26 +27,31 @@ def load(
     register()
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
-    if "auto_map" in checkpoint.config and not trust_remote_code and not _known(checkpoint.config.get("model_type")):
-        raise UsageError(
-            f"{folder.name} needs its own code for architecture {checkpoint.config.get('model_type')!r}",
-            "add --trust-remote-code if you have read it",
+    kind = checkpoint.config.get("model_type")
+    if not trust_remote_code and not _known(kind):
+        if "auto_map" in checkpoint.config:
+            raise UsageError(
+                f"{folder.name} needs its own code for architecture {kind!r}",
+                "add --trust-remote-code if you have read it",
+            )
+        raise UsageError(f"transformers knows no architecture {kind!r} ({folder.name})", "upgrade transformers")
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except OSError as error:
+        raise TilepressError(
+            f"{folder.name} does not load: {str(error).splitlines()[0]}",
+            "transformers wants model.safetensors or an index beside config.json",
+        ) from error
+    for what, keys in info.items():
+        names = sorted(
+            key for key in map(str, keys or ()) if what != "unexpected_keys" or not COMPUTED_BUFFER.search(key)
         )
-    if not _known(checkpoint.config.get("model_type")) and not trust_remote_code:
-        raise UsageError(
-            f"transformers knows no architecture {checkpoint.config.get('model_type')!r} ({folder.name})",
-            "upgrade transformers",
-        )
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
-    )
-    wrong = {what: sorted(map(str, keys)) for what, keys in info.items() if keys}
-    if wrong:
-        what, keys = next(iter(wrong.items()))
-        raise UsageError(
-            f"{folder.name}: {len(keys)} {what.replace('_', ' ')}, such as {keys[0]}",
-            "the checkpoint does not fit its config.json",
-        )
+        if names:
+            raise UsageError(
+                f"{folder.name}: {len(names)} {what.replace('_', ' ')}, such as {names[0]}",
+                "the checkpoint does not fit its config.json",
+            )
     return model.eval() if "device_map" in kwargs else model.eval().to(device)
 
 

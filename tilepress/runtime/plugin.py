@@ -16,9 +16,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilepress.formats import TilepressError
-from tilepress.formats.artifact import FORMAT_VERSION
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, module_path
-from tilepress.formats.tiled_csl import check_offsets
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, MANIFEST_NAME, Checkpoint, module_path
+from tilepress.formats.tiled_csl import check_bounds
 from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
 
 METHOD = "tilepress"
@@ -51,9 +50,9 @@ class TilepressQuantizer(HfQuantizer):
 
     def validate_environment(self, *args, **kwargs):
         version = self.quantization_config.format_version
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise TilepressError(
-                f"the artifact has format version {version}, this tilepress reads up to {FORMAT_VERSION}",
+                f"the artifact has format version {version!r}, this tilepress reads {FORMAT_VERSION}",
                 "upgrade tilepress",
             )
 
@@ -72,6 +71,7 @@ class TilepressQuantizer(HfQuantizer):
             adjust(loading_info)
             for what in ("missing", "unexpected", "mismatched"):
                 keys = sorted(str(key) for key in getattr(loading_info, f"{what}_keys"))
+                keys = [key for key in keys if what != "unexpected" or not COMPUTED_BUFFER.search(key)]
                 if keys:
                     names = ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
                     raise TilepressError(f"{len(keys)} {what} tensors in {checkpoint.path.name}: {names}", _VERIFY)
@@ -87,7 +87,7 @@ class TilepressQuantizer(HfQuantizer):
                 parameter.data = parameter.data.to(self._dtypes[name])
         for name, module in model.named_modules():
             if isinstance(module, TiledCSLLinear) and module.weight.device.type != "meta":
-                problem = check_offsets(module.weight_offsets, module.weight.numel())
+                problem = check_bounds(module.packed)
                 if problem:
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
         del self._model, self._dtypes
