@@ -2,8 +2,8 @@
 
 A magnitude is compared through its bits: without the sign they order as the magnitude does. 16-bit dtypes have 32768 of them,
 so one histogram finds the k-th smallest exactly; float32 (or a mixture of dtypes) takes two, of the high and the low half.
-Elements equal to the threshold are pruned in the order in which they are stored until the count is met, so that the result is
-exact and the same every time. Zeros, of either sign, become +0.0.
+Elements equal to the threshold are pruned in the order of [out_features, in_features] until the count is met, so that the result
+is exact and the same every time. Zeros, of either sign, become +0.0.
 """
 
 from dataclasses import dataclass

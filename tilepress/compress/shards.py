@@ -5,6 +5,7 @@ output shard comes from each input shard, so who writes it, and when, does not c
 memory holds the largest weight about twice, whatever the shard's size.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -39,9 +40,9 @@ def run_parallel(
     state = plan.recipe.prepare(plan, plan.work, device, progress)
     cards = torch.cuda.device_count() if device == "cuda" else 0
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    setup = (max(1, (os.cpu_count() or 1) // workers), stop, os.getpid())
-    with ProcessPoolExecutor(workers, context, _setup_worker, setup) as pool:
+    lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies
+    setup = (max(1, (os.cpu_count() or 1) // workers), lifeline)
+    with held, lifeline, ProcessPoolExecutor(workers, context, _setup_worker, setup) as pool:
         try:
             waiting = {}
             for shard in plan.shards[rank::world_size]:
@@ -51,20 +52,19 @@ def run_parallel(
                 future.result()
                 progress(waiting[future].output, waiting[future].elements)
         except BaseException:
-            stop.set()
+            held.close()
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _setup_worker(threads: int, stop, parent: int) -> None:
-    """A worker ends at once when it is told to, or when the process that started it is gone."""
+def _setup_worker(threads: int, lifeline) -> None:
+    """A worker ends at once when the process that started it says so or is gone."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while not stop.wait(0.5):
-            if os.getppid() != parent:
-                break
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
