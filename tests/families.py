@@ -37,6 +37,7 @@ FAMILIES = {
             "pad_token_id": 1,
         },
     ),
+    "falcon": ("FalconConfig", _COMMON | {"hidden_size": 128}),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4}),
     "qwen3-moe": (
         "Qwen3MoeConfig",

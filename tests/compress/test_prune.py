@@ -15,7 +15,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 
 LINEARS = {
-    "llama": 14, "llama-tied": 14, "qwen2": 14, "gpt2": 8, "opt": 12, "mixtral": 8 + 2 * 4 * 3, "qwen3-moe": 8 + 2 * 4 * 3,
+    "llama": 14, "llama-tied": 14, "qwen2": 14, "gpt2": 8, "opt": 12, "falcon": 8, "mixtral": 8 + 2 * 4 * 3, "qwen3-moe": 8 + 2 * 4 * 3,
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def logits(model):
         return model(IDS.to(model.device)).logits.float()
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_model_equals_the_masked_dense_one(checkpoint_of, tmp_path, family, dtype):
     source = checkpoint_of(family, dtype)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from tilepress.formats import UsageError, dtype_name
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, model_names, module_path
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, linear_shape, model_names, module_path
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -68,7 +67,7 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
         else:
             config = AutoConfig.for_model(**stored)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
     except Exception as error:  # whatever a config.json can make a model class raise
         raise UsageError(
             f"no causal language model for architecture {kind!r} of {checkpoint.path.name} ({' '.join(str(error).split())[:160]})",
@@ -152,22 +151,22 @@ def _describe(checkpoint: Checkpoint, weight: Weight, module: torch.nn.Module | 
     expert = module is None and _EXPERT.search(weight.name) and len(shape) == 2
     if len(shape) == 3 and ".experts." in weight.name:
         return "experts fused into one 3-D tensor"
-    if not weight.name.endswith(".weight") or not (expert or isinstance(module, torch.nn.Linear | Conv1D)):
-        return "not a linear weight"
-    if not expert and type(module) not in (torch.nn.Linear, Conv1D):
-        return f"{type(module).__name__}, a linear layer of the model's own kind"
-    expected = None if expert else tuple(module.weight.shape)
-    if packed and type(module) is Conv1D:
-        expected = expected[::-1]
+    linear = linear_shape(module)
+    if not weight.name.endswith(".weight") or not (expert or linear):
+        own = isinstance(module, torch.nn.Linear)
+        return f"{type(module).__name__}, a linear layer of the model's own kind" if own else "not a linear weight"
+    expected = None
+    if linear:
+        expected = linear[1::-1] if linear[2] and not packed else linear[:2]
     if (expected is not None and expected != shape) or 0 in shape:
         raise UsageError(
             f"{weight.name} is {list(shape)}, config.json makes it {list(expected or shape)}",
             "the checkpoint and its config.json do not belong together",
         )
     dtype = packed.dtype if packed else weight.entries[0].dtype
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"stored as {dtype_name(dtype)}"
-    transposed = packed.transposed if packed else type(module) is Conv1D
+    transposed = packed.transposed if packed else bool(linear and linear[2])
     rows, cols = shape if packed or not transposed else reversed(shape)
     return Target(weight, rows, cols, dtype, transposed)
 
@@ -178,9 +177,7 @@ def _refuse_missing(model, modules: dict, stored: set, heads: list, name: str) -
     missing = [
         path
         for path, module in modules.items()
-        if type(module) in (torch.nn.Linear, Conv1D)
-        and path not in stored | tied
-        and not any(module is h for h in heads)
+        if linear_shape(module) and path not in stored | tied and not any(module is h for h in heads)
     ]
     if missing:
         raise UsageError(
@@ -201,7 +198,7 @@ def _read_directly(model: torch.nn.Module) -> set[str]:
         def __init__(self, path: str, linear: torch.nn.Module):
             super().__init__()
             self.path, self.bias = path, linear.bias
-            self.rows = linear.weight.shape[0] if type(linear) is torch.nn.Linear else linear.weight.shape[1]
+            self.rows = linear_shape(linear)[0]
             self._weight = [linear.weight]
 
         @property
@@ -212,7 +209,7 @@ def _read_directly(model: torch.nn.Module) -> set[str]:
         def forward(self, x):
             return x.new_empty(*x.shape[:-1], self.rows)
 
-    linears = {path: m for path, m in model.named_modules() if type(m) in (torch.nn.Linear, Conv1D)}
+    linears = {path: module for path, module in model.named_modules() if linear_shape(module)}
     try:
         for path, linear in linears.items():
             model.set_submodule(path, Noting(path, linear))

@@ -6,6 +6,7 @@ believed: sizes against the file, offsets in range, no overlap, no hole, no dupl
 A *weight* here is what the model calls one: a dense tensor, or the several stored tensors of a packed layout under one name.
 """
 
+import functools
 import json
 import re
 import struct
@@ -359,3 +360,27 @@ def model_names(tensor_name: str, prefix: str) -> tuple[str, str, str]:
 def module_path(tensor_name: str, known: set[str], prefix: str) -> str | None:
     """The model's module that a stored `….weight` belongs to, or None."""
     return next((n for n in model_names(tensor_name.removesuffix(".weight"), prefix) if n in known), None)
+
+
+def linear_shape(module: torch.nn.Module | None) -> tuple[int, int, bool] | None:
+    """(out_features, in_features, stored transposed) of a layer that computes x W^T + b, or None for anything else.
+
+    Those are nn.Linear, transformers' Conv1D, and subclasses of nn.Linear that a trial shows to compute the same.
+    """
+    if type(module).__name__ == "Conv1D":
+        return module.weight.shape[1], module.weight.shape[0], True
+    if isinstance(module, torch.nn.Linear) and (type(module) is torch.nn.Linear or _computes_linear(type(module))):
+        return *module.weight.shape, False
+    return None
+
+
+@functools.cache
+def _computes_linear(kind: type) -> bool:
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            trial, x = kind(5, 3), torch.arange(10.0).view(2, 5)
+            return torch.allclose(
+                trial(x), torch.nn.functional.linear(x, trial.weight, trial.bias), rtol=1e-4, atol=1e-4
+            )
+    except Exception:  # another signature, other parameters: another layer
+        return False

@@ -10,13 +10,19 @@ import re
 from pathlib import Path
 
 import torch
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilepress.formats import TilepressError
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, MANIFEST_NAME, Checkpoint, module_path
+from tilepress.formats.checkpoint import (
+    COMPUTED_BUFFER,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Checkpoint,
+    linear_shape,
+    module_path,
+)
 from tilepress.formats.tiled_csl import check_bounds
 from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
 
@@ -158,11 +164,9 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
         path = module_path(weight.name, set(modules), model.base_model_prefix)
         if path is not None:
             module = modules[path]
-            shape = {torch.nn.Linear: lambda m: m.weight.shape, Conv1D: lambda m: m.weight.shape[::-1]}.get(
-                type(module)
-            )
-            if shape is None or tuple(shape(module)) != (packed.rows, packed.cols):
-                found = type(module).__name__ if shape is None else tuple(shape(module))
+            shape = linear_shape(module)
+            if shape is None or shape[:2] != (packed.rows, packed.cols):
+                found = type(module).__name__ if shape is None else shape[:2]
                 raise TilepressError(
                     f"{weight.name} is packed as {packed.rows} x {packed.cols}, the model has {found}", _VERIFY
                 )
