@@ -17,8 +17,9 @@ ALLOWED = {
     "demo": set(),
     "hf": {"runtime"},
     "screen": set(),
+    "flags": {"formats"},
     "__init__": {"runtime"},
-    "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "__init__"},
+    "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "flags", "__init__"},
 }
 
 

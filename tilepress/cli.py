@@ -13,6 +13,27 @@ from typing import Annotated
 import typer
 
 from tilepress import __version__, screen
+from tilepress.flags import (
+    Device,
+    DryRun,
+    Ignore,
+    Json,
+    Model,
+    Output,
+    Overwrite,
+    Quiet,
+    Rank,
+    Resume,
+    Revision,
+    Trust,
+    Workers,
+    WorldSize,
+    default_seqlen,
+    find_rank,
+    parse_device,
+    parse_dtype,
+    parse_share,
+)
 from tilepress.formats import TilepressError, UsageError
 from tilepress.screen import Bar, say, size, table
 
@@ -39,37 +60,6 @@ def version(show: Annotated[bool, typer.Option("--version", help="Show the versi
 
 app.add_typer(compress, name="compress")
 app.add_typer(evaluate, name="eval")
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
-]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
-Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in DIR.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show layers, sizes, memory and disk; write nothing.")]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Leave matching layers dense; repeatable. A name, a glob, or re:REGEX.  [default: lm_head]",
-        show_default=False,
-    ),
-]
-Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard at a time.")]
-Rank = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
-    ),
-]
-WorldSize = Annotated[
-    int | None, typer.Option(min=1, help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
-]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 
 
 @compress.command(epilog="Example: tilepress compress prune MODEL -o pruned --sparsity 0.5")
@@ -110,7 +100,7 @@ def prune(
     """
     from tilepress.compress.prune import PruneRecipe
 
-    recipe = PruneRecipe(sparsity, scope, method, format, _dtype(dtype), tuple(ignore or ("lm_head",)))
+    recipe = PruneRecipe(sparsity, scope, method, format, parse_dtype(dtype), tuple(ignore or ("lm_head",)))
     checkpoint = _open(model, revision)
     from tilepress.compress.targets import find_targets
 
@@ -199,7 +189,7 @@ def perplexity(
     quiet: Quiet = False,
 ) -> None:
     """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors."""
-    allowed = _share(max_increase) if max_increase is not None else None
+    allowed = parse_share(max_increase) if max_increase is not None else None
     if allowed is not None and base is None:
         raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
     from tilepress.eval.perplexity import Protocol
@@ -207,14 +197,16 @@ def perplexity(
 
     screen.quiet_libraries()
     checkpoint = _open(model, revision)
-    protocol = Protocol(
-        dataset, recipe, _default_seqlen(checkpoint.config) if seqlen is None else seqlen, stride, limit
-    )
+    protocol = Protocol(dataset, recipe, default_seqlen(checkpoint.config) if seqlen is None else seqlen, stride, limit)
     from transformers import AutoTokenizer
 
     from tilepress.eval.perplexity import perplexity as measure
 
-    options = {"device": _device(device), "dtype": _dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
+    options = {
+        "device": parse_device(device),
+        "dtype": parse_dtype(dtype) or "auto",
+        "trust_remote_code": trust_remote_code,
+    }
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
     other = load(base, **options) if base else None
@@ -345,7 +337,7 @@ def demo(
 
     from tilepress import demo as embedded
 
-    values = [_share(value) for value in sparsity.split(",")]
+    values = [parse_share(value) for value in sparsity.split(",")]
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
     started = time.monotonic()
@@ -420,8 +412,8 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
         facts = plan.facts()
         print(json.dumps(facts, indent=2) if how.json else screen.plan_text(facts))
         return
-    device = _device(how.device)
-    rank, world_size = _place(how.rank, how.world_size)
+    device = parse_device(how.device)
+    rank, world_size = find_rank(how.rank, how.world_size)
     started = time.monotonic()
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
         say(f"{how.output} is complete already")
@@ -451,68 +443,6 @@ def _open(model: str, revision: str | None):
 
     path = locate(model, revision)
     return Checkpoint(path, name=None if Path(model).expanduser() == path else model)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(number or 0) >= cards:
-        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
-    return name
-
-
-def _dtype(name: str):
-    import torch
-
-    known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise UsageError(f"--dtype {name} is unknown", f"choose one of {', '.join(known)}")
-    return known[name]
-
-
-def _share(text: str) -> float:
-    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
-    try:
-        percent = text.strip().endswith("%")
-        value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf") or (value > 1 and not percent):
-        raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
-    return value
-
-
-def _default_seqlen(config: dict) -> int:
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    longest = text.get("max_position_embeddings") or text.get("n_positions")
-    return min(2048, longest) if isinstance(longest, int) else 2048
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which worker this is: flags first, then what schedulers set."""
-
-    def first(given: int | None, names: tuple[str, ...]) -> int | None:
-        return (
-            given
-            if given is not None
-            else next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
-        )
-
-    world = first(world_size, ("WORLD_SIZE", "SLURM_NTASKS"))
-    at = first(rank, ("RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"))
-    if at is not None and world is None:
-        raise UsageError(f"rank {at}, but how many workers?", "add --world-size N")
-    at, world = at or 0, world or 1
-    if not 0 <= at < world:
-        raise UsageError(f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size")
-    return at, world
 
 
 class _Interrupt:

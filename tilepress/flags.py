@@ -1,0 +1,105 @@
+"""The flags that several commands share, and what their texts mean. One spelling each; torch only where a value needs it."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilepress.formats import UsageError
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in DIR.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show layers, sizes, memory and disk; write nothing.")]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Leave matching layers dense; repeatable. A name, a glob, or re:REGEX.  [default: lm_head]",
+        show_default=False,
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard at a time.")]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
+    ),
+]
+WorldSize = Annotated[
+    int | None, typer.Option(min=1, help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
+
+
+def parse_device(name: str) -> str:
+    """cpu, cuda or cuda:N as torch takes it; auto is the first card there is, else the CPU."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= cards:
+        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
+    return name
+
+
+def parse_dtype(name: str):
+    """The torch dtype of that name; None for auto."""
+    import torch
+
+    known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise UsageError(f"--dtype {name} is unknown", f"choose one of {', '.join(known)}")
+    return known[name]
+
+
+def parse_share(text: str) -> float:
+    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
+    try:
+        percent = text.strip().endswith("%")
+        value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf") or (value > 1 and not percent):
+        raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
+    return value
+
+
+def default_seqlen(config: dict) -> int:
+    """2048, or what the model's positions allow."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    longest = text.get("max_position_embeddings") or text.get("n_positions")
+    return min(2048, longest) if isinstance(longest, int) else 2048
+
+
+def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which worker this is: flags first, then what schedulers set."""
+
+    def first(given: int | None, names: tuple[str, ...]) -> int | None:
+        return (
+            given
+            if given is not None
+            else next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+        )
+
+    world = first(world_size, ("WORLD_SIZE", "SLURM_NTASKS"))
+    at = first(rank, ("RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"))
+    if at is not None and world is None:
+        raise UsageError(f"rank {at}, but how many workers?", "add --world-size N")
+    at, world = at or 0, world or 1
+    if not 0 <= at < world:
+        raise UsageError(f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size")
+    return at, world
