@@ -75,7 +75,7 @@ def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict
     recipe = PruneRecipe(sparsity, **settings)
     checkpoint = Checkpoint(source)
     targets, left = find_targets(checkpoint, recipe.ignore)
-    recipe.check(targets)
+    recipe.check(checkpoint, targets, left)
     plan = make_plan(checkpoint, output, recipe, targets, left)
     open_output(plan, resume=False, overwrite=False)
     run_shards(plan)

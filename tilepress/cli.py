@@ -406,7 +406,7 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
     from tilepress.compress.plan import make_plan, open_output
     from tilepress.compress.shards import run_parallel, run_shards
 
-    recipe.check(targets)
+    recipe.check(checkpoint, targets, left)
     plan = make_plan(checkpoint, how.output, recipe, targets, left)
     if how.dry_run:
         facts = plan.facts()

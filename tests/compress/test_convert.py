@@ -12,7 +12,7 @@ from tilepress.formats.checkpoint import Checkpoint
 def test_to_dense_and_back(checkpoint_of, tmp_path, cli, family):
     source = checkpoint_of(family)
     prune(source, tmp_path / "packed", 0.6)
-    prune(source, tmp_path / "masked", 0.6, layout="dense")
+    prune(source, tmp_path / "masked", 0.6, format="dense")
     assert cli("convert", tmp_path / "packed", "-o", tmp_path / "dense", "--to", "dense").code == 0
     masked, dense = Checkpoint(tmp_path / "masked"), Checkpoint(tmp_path / "dense")
     assert set(masked.tensors) == set(dense.tensors) == set(Checkpoint(source).tensors)

@@ -69,7 +69,7 @@ def test_zeros_are_exact_and_the_right_ones(checkpoint_of, tmp_path, family, sco
     sparsity = 0.37
     source = Checkpoint(checkpoint_of(family, dtype))
     manifest = prune(
-        source.path, tmp_path / "out", sparsity, scope=scope, layout="dense" if dtype == torch.float32 else "tiled-csl"
+        source.path, tmp_path / "out", sparsity, scope=scope, format="dense" if dtype == torch.float32 else "tiled-csl"
     )
     result = Checkpoint(tmp_path / "out")
     targets = {t.name: t for t in find_targets(source)[0]}
@@ -108,7 +108,7 @@ def test_global_over_mixed_dtypes(checkpoint_of, tmp_path):
             tensors[name] = tensors[name].half()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    prune(tmp_path, tmp_path / "out", 0.5, scope="global", layout="dense")
+    prune(tmp_path, tmp_path / "out", 0.5, scope="global", format="dense")
     result, checkpoint = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path)
     names = [t.name for t in find_targets(checkpoint)[0]]
     before = torch.cat([tensors[name].double().abs().view(-1) for name in names])

@@ -30,7 +30,7 @@ def logits(model):
 def test_packed_model_equals_the_masked_dense_one(checkpoint_of, tmp_path, family, dtype):
     source = checkpoint_of(family, dtype)
     prune(source, tmp_path / "packed", 0.5)
-    prune(source, tmp_path / "dense", 0.5, layout="dense")
+    prune(source, tmp_path / "dense", 0.5, format="dense")
     packed = tilepress.load(tmp_path / "packed", dtype=torch.float32)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-4, atol=1e-4)
@@ -80,7 +80,7 @@ def test_without_the_import_the_stock_loader_fails(checkpoint_of, tmp_path, fami
 
 
 def test_generates_the_same_tokens_as_the_masked_model(artifact, tiny, tmp_path):
-    prune(tiny, tmp_path / "dense", 0.6, layout="dense")
+    prune(tiny, tmp_path / "dense", 0.6, format="dense")
     tokenizer = AutoTokenizer.from_pretrained(artifact)
     prompt = tokenizer(["import os", "fn main() {"], return_tensors="pt", padding=True, padding_side="left")
     told = [

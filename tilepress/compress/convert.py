@@ -5,50 +5,42 @@ checkpoint that some other tool pruned (zeros stored densely) becomes an artifac
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from tilepress.compress.plan import Plan, Progress
+from tilepress.compress.layouts import LAYOUTS, Compressed, Layout
+from tilepress.compress.plan import Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 
-LAYOUTS = ("dense", "tiled-csl")
-
 
 @dataclass(frozen=True)
-class ConvertRecipe:
+class ConvertRecipe(Recipe):
     """Settings of `convert`. Raises UsageError for an unknown layout."""
 
-    layout: str  # dense | tiled-csl
+    to: str  # dense | tiled-csl
     ignore: tuple[str, ...] = ("lm_head",)
 
     command = "convert"
-    passes = 1
-    dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        if self.layout not in LAYOUTS:
-            raise UsageError(f"--to {self.layout} is unknown", f"choose one of {', '.join(LAYOUTS)}")
+        if self.to not in LAYOUTS:
+            raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(LAYOUTS)}")
         check_patterns(self.ignore)
 
     def settings(self) -> dict:
-        return {"to": self.layout} | ({"ignore": list(self.ignore)} if self.layout != "dense" else {})
+        return {"to": self.to} | ({"ignore": list(self.ignore)} if self.to != "dense" else {})
 
-    def expected_density(self) -> float:
-        return 1.0
+    def layout(self) -> Layout:
+        return LAYOUTS[self.to]
 
-    def check(self, targets: list[Target]) -> None:
-        if self.layout == "tiled-csl":
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        if self.to == "tiled-csl":
             check_value_dtypes({target.name: target.dtype for target in targets})
 
-    def prepare(self, plan: Plan, work: Path, device: str, progress: Progress) -> dict:
-        return {}
-
-    def transform(self, target: Target, weight: Tensor, state: dict) -> tuple[Tensor, dict]:
-        return weight, {"error": 0.0}
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        return Compressed(weight, {"error": 0.0})
 
 
 def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone]]:
@@ -58,8 +50,8 @@ def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone
         if weight.layout == "dense":
             left.append(LeftAlone(weight.name, "already dense"))
         else:
-            packed = checkpoint.packed_shape(weight)
-            targets.append(Target(weight, packed.rows, packed.cols, packed.dtype, packed.transposed))
+            form = checkpoint.form(weight)
+            targets.append(Target(weight, form.rows, form.cols, form.dtype, form.transposed))
     if not targets:
         raise UsageError(f"{checkpoint.path.name} has no packed weight", "it is dense already")
     return targets, left

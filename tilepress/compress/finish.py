@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 
 from tilepress import __version__
-from tilepress.compress.plan import Plan, Recipe, done_record, other_files
+from tilepress.compress.plan import Plan, done_record, other_files
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
@@ -59,9 +59,7 @@ def _finish(plan: Plan) -> dict | None:
         to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}),
         plan.work,
     )
-    write_atomic(
-        plan.output / "config.json", to_json(result_config(checkpoint.config, plan.recipe, tensors)), plan.work
-    )
+    write_atomic(plan.output / "config.json", to_json(result_config(checkpoint.config, plan, tensors)), plan.work)
     files = [record["file"] for record in records]
     for name in sorted([*copied, "README.md", INDEX_NAME, "config.json"]):
         files.append(
@@ -73,20 +71,14 @@ def _finish(plan: Plan) -> dict | None:
     return manifest
 
 
-def result_config(config: dict, recipe: Recipe, tensors: list[dict]) -> dict:
+def result_config(config: dict, plan: Plan, tensors: list[dict]) -> dict:
     """The source's config with the result's dtype and `quantization_config`, which is there exactly if a weight is packed."""
     config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if recipe.dtype is not None:
-        config["dtype"] = dtype_name(recipe.dtype)
+    if plan.recipe.dtype is not None:
+        config["dtype"] = dtype_name(plan.recipe.dtype)
         config.pop("torch_dtype", None)
-    value_dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
-    if value_dtypes:
-        config["quantization_config"] = {
-            "quant_method": "tilepress",
-            "format_version": FORMAT_VERSION,
-            "value_dtypes": value_dtypes,
-        }
-    return config
+    quantization = plan.recipe.quantization_config(tensors, plan.left_alone)
+    return config if quantization is None else config | {"quantization_config": quantization}
 
 
 def _copy_other_files(plan: Plan) -> list[str]:

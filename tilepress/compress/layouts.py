@@ -1,46 +1,80 @@
 """How a compressed weight becomes tensors of a shard, a class for each layout: what it will store, and writing it.
 
-A new layout is a class here and a module in `formats/`; plan, writer and recipes do not change.
+A shard's tensors are written in the order of their element sizes, so a weight's parts come at different times: an `Encoder` is asked
+for one stored tensor after the other and keeps between them only what is small. A new layout is a class here and a module in
+`formats/`; plan, writer and recipes do not change.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.targets import Target
-from tilepress.formats import dtype_name, tiled_csl
+from tilepress.formats import TilepressError, dtype_name, int8, tiled_csl
 from tilepress.formats.artifact import PlannedTensor
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
+_ROWS = 1024  # of a weight looked at together
 
 
-class Dense:
+@dataclass
+class Compressed:
+    """What a recipe makes of a weight: its values [rows, cols], what the manifest says of it, small tensors stored beside it by name."""
+
+    weight: Tensor
+    record: dict
+    beside: dict[str, Tensor] = field(default_factory=dict)
+
+
+Load = Callable[[], Compressed]
+
+
+class Encoder(Protocol):
+    record: dict  # of the manifest, complete once every tensor is written
+
+    def write(self, name: str, add: Add) -> None: ...
+
+
+class Layout(Protocol):
+    name: str
+
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
+        """The tensors of a target with the most elements that each can have."""
+
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int: ...
+
+    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> Encoder: ...
+
+
+class DenseLayout:
     """An ordinary tensor, the way round that the source stores it."""
 
     name = "dense"
 
-    @staticmethod
-    def planned(target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        """The tensors of a target, the first of them large, with the most elements that each can have."""
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
         return [PlannedTensor(target.name, dtype, target.elements, 2)]
 
-    @staticmethod
-    def expected_bytes(target: Target, dtype: torch.dtype, density: float) -> int:
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
         return target.elements * dtype.itemsize
 
-    @staticmethod
-    def write(target: Target, weight: Tensor, add: Add) -> tuple[dict, dict[str, Tensor]]:
-        """Writes the first planned tensor of a weight [rows, cols]; returns its manifest record and the other tensors."""
-        stored = weight.t() if target.transposed else weight
-        nbytes = add(target.name, tuple(stored.shape), stored.split(1024))
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in weight.split(1024))
-        return {
-            "shape": list(stored.shape),
-            "dtype": dtype_name(weight.dtype),
-            "nonzeros": nonzeros,
-            "bytes": nbytes,
-        }, {}
+    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_Dense":
+        return _Dense(target, load)
+
+
+class _Dense:
+    def __init__(self, target: Target, load: Load):
+        self.target, self.load, self.record = target, load, {}
+
+    def write(self, name: str, add: Add) -> None:
+        made = self.load()
+        stored = made.weight.t() if self.target.transposed else made.weight
+        nbytes = add(name, tuple(stored.shape), stored.split(_ROWS))
+        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in made.weight.split(_ROWS))
+        shape = {"shape": list(stored.shape), "dtype": dtype_name(made.weight.dtype)}
+        self.record = shape | {"nonzeros": nonzeros, "bytes": nbytes} | made.record
 
 
 class TiledCSLLayout:
@@ -48,8 +82,7 @@ class TiledCSLLayout:
 
     name = "tiled-csl"
 
-    @staticmethod
-    def planned(target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
         tiles = tiled_csl.num_tiles(target.rows, target.cols, 64)
         most = (target.elements + 31 * tiles, tiles + 1, 5)
         return [
@@ -57,29 +90,120 @@ class TiledCSLLayout:
             for suffix, n in zip(tiled_csl.SUFFIXES, most, strict=True)
         ]
 
-    @staticmethod
-    def expected_bytes(target: Target, dtype: torch.dtype, density: float) -> int:
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
         tiles = tiled_csl.num_tiles(target.rows, target.cols, tiled_csl.default_tile_rows(density))
         return int(4 * (target.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
 
-    @staticmethod
-    def write(target: Target, weight: Tensor, add: Add) -> tuple[dict, dict[str, Tensor]]:
-        tile_rows = tiled_csl.default_tile_rows(tiled_csl.density(weight))
+    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledCSL":
+        return _TiledCSL(target, load)
+
+
+class _TiledCSL:
+    """The words come first; offsets and layout are known with them."""
+
+    def __init__(self, target: Target, load: Load):
+        self.target, self.load, self.record = target, load, {}
+        self.beside: dict[str, Tensor] = {}
+
+    def write(self, name: str, add: Add) -> None:
+        if name in self.beside:
+            values = self.beside.pop(name)
+            self.record["bytes"] += add(name, tuple(values.shape), [values])
+            return
+        target, made = self.target, self.load()
+        tile_rows = tiled_csl.default_tile_rows(tiled_csl.density(made.weight))
         sizes, stats = [], tiled_csl.PackStats()
 
         def stripes() -> Iterator[Tensor]:
-            for words, counts, found in tiled_csl.pack_stripes(weight, tile_rows, target.name):
+            for words, counts, found in tiled_csl.pack_stripes(made.weight, tile_rows, target.name):
                 sizes.append(counts.cpu())
                 stats.add(found)
                 yield words
 
-        nbytes = add(target.name, (-1,), stripes())
-        shape = (target.rows, target.cols, tile_rows, weight.dtype, target.transposed)
-        side = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
-        record = tiled_csl.record(*shape, stats) | {"bytes": nbytes}
-        return record, {
-            target.name + suffix: tensor for suffix, tensor in zip(tiled_csl.SUFFIXES[1:], side, strict=True)
+        nbytes = add(name, (-1,), stripes())
+        shape = (target.rows, target.cols, tile_rows, made.weight.dtype, target.transposed)
+        parts = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
+        self.beside = {name + suffix: part for suffix, part in zip(tiled_csl.SUFFIXES[1:], parts, strict=True)}
+        self.record = tiled_csl.record(*shape, stats) | {"bytes": nbytes} | made.record
+
+
+class Int8Layout:
+    """int8 codes with the scales of formats/int8.py, the way round that the source stores the weight."""
+
+    name = "int8"
+
+    def __init__(self, scheme: int8.Int8Scheme):
+        self.scheme = scheme
+
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
+        scale, input_scale, zero_point = int8.part_names(target.name)
+        channel = self.scheme.weights == "channel"
+        found = [
+            PlannedTensor(target.name, torch.int8, target.elements, 2),
+            PlannedTensor(scale, dtype, target.rows if channel else 1, 2 if channel else 1),
+        ]
+        if self.scheme.static:
+            found.append(PlannedTensor(input_scale, dtype, 1))
+        if self.scheme.asymmetric:
+            found.append(PlannedTensor(zero_point, torch.int8, 1))
+        return found
+
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
+        return sum(tensor.max_nbytes for tensor in self.planned(target, dtype))
+
+    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_Int8":
+        return _Int8(target, dtype, load, self.scheme)
+
+
+class _Int8:
+    """The scale comes first and is kept; the weight is read again when its turn comes."""
+
+    def __init__(self, target: Target, dtype: torch.dtype, load: Load, scheme: int8.Int8Scheme):
+        self.target, self.dtype, self.load, self.scheme = target, dtype, load, scheme
+        self.beside: dict[str, Tensor] = {}
+        self.scale: Tensor | None = None
+        self.record: dict = {"bytes": 0}
+
+    def write(self, name: str, add: Add) -> None:
+        target = self.target
+        if self.scale is None:
+            made = self.load()
+            check_finite(made.weight, target.name)
+            self.scale = int8.weight_scale(made.weight, self.scheme.weights, self.dtype)
+            stored = self.scale.t() if target.transposed and self.scale.dim() == 2 else self.scale
+            self.beside = made.beside | {int8.part_names(target.name)[0]: stored.contiguous()}
+            self.record |= made.record
+        if name in self.beside:
+            values = self.beside[name]
+            self.record["bytes"] += add(name, tuple(values.shape), [values])
+            return
+        signal = noise = nonzeros = 0.0
+        weight, codes = self.load().weight, []
+        rows_scale = self.scale.split(_ROWS) if self.scale.dim() == 2 else None
+        for i, rows in enumerate(weight.split(_ROWS)):
+            scale = self.scale if rows_scale is None else rows_scale[i]
+            q = int8.quantize(rows, scale)
+            off = int8.dequantize(q, scale).float() - rows.float()
+            signal += float(rows.float().square().sum(dtype=torch.float64))
+            noise += float(off.square().sum(dtype=torch.float64))
+            nonzeros += int(torch.count_nonzero(q))
+            codes.append(q)
+        stored = torch.cat(codes)
+        stored = stored.t() if target.transposed else stored
+        nbytes = add(name, tuple(stored.shape), stored.split(_ROWS))
+        self.record |= {
+            "shape": list(stored.shape),
+            "dtype": dtype_name(self.scale.dtype),
+            "nonzeros": int(nonzeros),
+            "bytes": self.record["bytes"] + nbytes,
+            "error": round((noise / signal) ** 0.5, 8) if signal else 0.0,
         }
 
 
-LAYOUTS = {layout.name: layout for layout in (Dense, TiledCSLLayout)}
+def check_finite(weight: Tensor, name: str) -> None:
+    """Raises TilepressError for a weight with NaN or infinity."""
+    if not all(bool(torch.isfinite(piece.float()).all()) for piece in weight.split(_ROWS)):
+        raise TilepressError(f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training")
+
+
+LAYOUTS = {layout.name: layout for layout in (DenseLayout(), TiledCSLLayout())}

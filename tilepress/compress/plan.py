@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import LAYOUTS
+from tilepress.compress.layouts import Compressed, Layout
 from tilepress.compress.targets import LeftAlone, Target
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, PlannedTensor, disk_errors, sha256_file, to_json, write_atomic
@@ -44,20 +43,51 @@ _WEIGHT_SUFFIXES = (
 )
 
 
-class Recipe(Protocol):
+class Recipe:
     """What a command does to each target. Picklable; everything that changes the result is in `settings`."""
 
     command: str  # as in `tilepress compress prune`
-    layout: str  # of the targets in the result: "dense" or "tiled-csl"
-    dtype: torch.dtype | None  # cast every floating tensor to it first
+    dtype: torch.dtype | None = None  # cast every floating tensor to it first
+    passes: int = 1  # over the targets: more if `prepare` reads them too
 
-    passes: int  # over the targets: 1, or more if `prepare` reads them too
+    def layout(self) -> Layout:
+        """Of the targets in the result."""
+        raise NotImplementedError
 
-    def settings(self) -> dict: ...
-    def check(self, targets: list[Target]) -> None: ...
-    def expected_density(self) -> float: ...
-    def prepare(self, plan: "Plan", work: Path, device: str, progress: Progress) -> dict: ...
-    def transform(self, target: Target, weight: Tensor, state: dict) -> tuple[Tensor, dict]: ...
+    def settings(self) -> dict:
+        raise NotImplementedError
+
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        """Raises UsageError before the work starts for what cannot be done."""
+
+    def expected_density(self) -> float:
+        return 1.0
+
+    def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict:
+        """Looks at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
+
+        Its files are in `plan.work`, so a resumed run finds them and ranks share them.
+        """
+        return {}
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        """A target [rows, cols], compressed. May be called more than once."""
+        raise NotImplementedError
+
+    def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
+        """A stored tensor that is no target's, as the result has it."""
+        return Compressed(tensor, {})
+
+    def describe(self, plan: "Plan", state: dict) -> dict:
+        """Further keys of the manifest."""
+        return {}
+
+    def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
+        """`config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
+        dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
+        if not dtypes:
+            return None
+        return {"quant_method": "tilepress", "format_version": FORMAT_VERSION, "value_dtypes": dtypes}
 
 
 @dataclass(frozen=True)
@@ -175,7 +205,7 @@ def make_plan(
 def planned_tensors(job: Job, recipe: Recipe) -> list[PlannedTensor]:
     """The tensors that a job will write, with the most elements that each can have."""
     if job.target is not None:
-        return LAYOUTS[recipe.layout].planned(job.target, recipe.dtype or job.target.dtype)
+        return recipe.layout().planned(job.target, recipe.dtype or job.target.dtype)
     return [PlannedTensor(e.name, _cast(e.dtype, recipe), math.prod(e.shape), len(e.shape)) for e in job.weight.entries]
 
 
@@ -187,7 +217,7 @@ def _expected_bytes(job: Job, recipe: Recipe) -> int:
     if job.target is None:
         return sum(tensor.max_nbytes for tensor in planned_tensors(job, recipe))
     dtype = recipe.dtype or job.target.dtype
-    return LAYOUTS[recipe.layout].expected_bytes(job.target, dtype, recipe.expected_density())
+    return recipe.layout().expected_bytes(job.target, dtype, recipe.expected_density())
 
 
 def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:

@@ -13,26 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilepress.compress.layouts import LAYOUTS, Compressed, Layout
 from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
-from tilepress.compress.plan import Plan, Progress, source_mtime
-from tilepress.compress.targets import Target, check_patterns, check_value_dtypes
+from tilepress.compress.plan import Plan, Progress, Recipe, source_mtime
+from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 
 SCOPES = ("layer", "row", "global")
 METHODS = ("magnitude",)
-LAYOUTS = ("tiled-csl", "dense")
 
 
 @dataclass(frozen=True)
-class PruneRecipe:
+class PruneRecipe(Recipe):
     """Settings of `compress prune`. Raises UsageError for a sparsity out of range or an unknown choice."""
 
     sparsity: float  # in [0, 1)
     scope: str = "layer"  # layer | row | global
     method: str = "magnitude"
-    layout: str = "tiled-csl"  # tiled-csl | dense
+    format: str = "tiled-csl"  # tiled-csl | dense
     dtype: torch.dtype | None = None  # cast floating tensors to it first
     ignore: tuple[str, ...] = ("lm_head",)
 
@@ -51,7 +51,7 @@ class PruneRecipe:
         for value, choices, flag in (
             (self.scope, SCOPES, "scope"),
             (self.method, METHODS, "method"),
-            (self.layout, LAYOUTS, "format"),
+            (self.format, LAYOUTS, "format"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
@@ -62,10 +62,13 @@ class PruneRecipe:
             "sparsity": self.sparsity,
             "scope": self.scope,
             "method": self.method,
-            "format": self.layout,
+            "format": self.format,
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
+
+    def layout(self) -> Layout:
+        return LAYOUTS[self.format]
 
     def expected_density(self) -> float:
         return 1 - self.sparsity
@@ -74,26 +77,22 @@ class PruneRecipe:
         """How many of so many elements are pruned."""
         return round(self.sparsity * elements)
 
-    def check(self, targets: list[Target]) -> None:
-        """Refuses before the work starts what cannot be stored."""
-        if self.layout == "tiled-csl":
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        if self.format == "tiled-csl":
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
 
-    def prepare(self, plan: Plan, work: Path, device: str, progress: Progress) -> dict:
-        """For `global` the threshold over all targets: {name: Threshold}; else nothing.
-
-        Each shard's histogram is a file in the work folder, so ranks share them and a resumed run finds them.
-        """
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
+        """For `global` the threshold over all targets; else nothing. Each shard's histogram is a file."""
         if self.scope != "global":
             return {}
         dtypes = {self.dtype or target.dtype for target in plan.targets}
         wide = dtypes not in ({torch.bfloat16}, {torch.float16})
         count = self.count(sum(target.elements for target in plan.targets))
-        files = self._histograms(plan, work, device, progress, wide, None)
+        files = self._histograms(plan, device, progress, wide, None)
         key, ties = _sum(files, wide, None).locate(count)
         last = key
         if wide:
-            files = self._histograms(plan, work, device, progress, wide, key)
+            files = self._histograms(plan, device, progress, wide, key)
             last, ties = _sum(files, wide, key).locate(ties)
             key = key << 16 | last
         quota = {}
@@ -107,10 +106,8 @@ class PruneRecipe:
             "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
 
-    def _histograms(
-        self, plan: Plan, work: Path, device: str, progress: Progress, wide: bool, prefix: int | None
-    ) -> list[Path]:
-        checkpoint, files = Checkpoint(plan.source), []
+    def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
+        checkpoint, work, files = Checkpoint(plan.source), plan.work, []
         for shard in plan.shards:
             path = (
                 work
@@ -132,8 +129,7 @@ class PruneRecipe:
             files.append(path)
         return files
 
-    def transform(self, target: Target, weight: Tensor, state: dict) -> tuple[Tensor, dict]:
-        """The pruned copy of a weight [rows, cols] and what the manifest says about it."""
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         if self.scope == "row":
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
@@ -142,7 +138,7 @@ class PruneRecipe:
             state["ties"][shard] -= stats.ties
         else:
             pruned, stats = prune(weight, layer_threshold(weight, self.count(target.elements), target.name))
-        return pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)}
+        return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)})
 
 
 def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:

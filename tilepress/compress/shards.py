@@ -16,8 +16,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import LAYOUTS
-from tilepress.compress.plan import Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
+from tilepress.compress.layouts import Add, Compressed, Encoder
+from tilepress.compress.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
 from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, dtype_name, tiled_csl
 from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
@@ -28,7 +28,7 @@ def run_shards(
     plan: Plan, rank: int = 0, world_size: int = 1, device: str = "cpu", progress: Progress = lambda what, count: None
 ) -> None:
     """Writes this rank's shards that are not done yet. Raises TilepressError; what is done stays for --resume."""
-    state = plan.recipe.prepare(plan, plan.work, device, progress)
+    state = plan.recipe.prepare(plan, rank, device, progress)
     for shard in plan.shards[rank::world_size]:
         _ensure_shard(plan, shard, state, device, progress)
 
@@ -37,7 +37,7 @@ def run_parallel(
     plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
 ) -> None:
     """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin."""
-    state = plan.recipe.prepare(plan, plan.work, device, progress)
+    state = plan.recipe.prepare(plan, rank, device, progress)
     cards = torch.cuda.device_count() if device == "cuda" else 0
     context = multiprocessing.get_context("spawn")
     lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies
@@ -98,34 +98,20 @@ def _write_shard(
     for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
         stale.unlink(missing_ok=True)
     writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
-    records, side = {}, {}
+    encoders: dict[str, Encoder] = {}
     try:
         for tensor, job in planned:
-            if job.target is None:
-                if job.weight.name not in records:
-                    records[job.weight.name] = _copied_record(checkpoint, job.weight, plan.recipe)
-                writer.add(
-                    tensor.name,
-                    checkpoint.tensors[tensor.name].shape,
-                    _pieces(checkpoint.read(tensor.name), tensor.dtype, tensor.name),
-                )
-            elif tensor.name in side:
-                values = side.pop(tensor.name)
-                records[job.weight.name]["bytes"] += writer.add(tensor.name, tuple(values.shape), [values])
-            else:
-                progress(tensor.name, 0)
-                weight, measured = plan.recipe.transform(
-                    job.target, _matrix(checkpoint, job.target, plan.recipe, device), state
-                )
-                record, others = LAYOUTS[plan.recipe.layout].write(job.target, weight, writer.add)
-                records[job.weight.name] = {"name": tensor.name, "layout": plan.recipe.layout} | record | measured
-                side |= others
-                del weight
+            progress(tensor.name, 0)
+            if job.weight.name not in encoders:
+                encoders[job.weight.name] = _encoder(plan.recipe, checkpoint, job, state, device)
+            encoders[job.weight.name].write(tensor.name, writer.add)
+            if job.target and tensor.name == job.weight.name:
                 progress(tensor.name, job.target.elements)
         size, digest = writer.finish()
     except BaseException:
         writer.abandon()
         raise
+    records = {name: {"name": name} | encoder.record for name, encoder in encoders.items()}
     write_atomic(
         plan.work / f"{shard.output}.done.json",
         to_json(
@@ -155,6 +141,53 @@ def _order(tensor: PlannedTensor) -> tuple:
     )
 
 
+def _encoder(recipe: Recipe, checkpoint: Checkpoint, job: Job, state: dict, device: str) -> Encoder:
+    if job.target is None:
+        return _Copy(recipe, checkpoint, job.weight, state)
+
+    def load() -> Compressed:
+        made = recipe.transform(job.target, _matrix(checkpoint, job.target, recipe, device), state)
+        made.record = {"layout": recipe.layout().name} | made.record
+        return made
+
+    return recipe.layout().encoder(job.target, recipe.dtype or job.target.dtype, load)
+
+
+class _Copy:
+    """A weight that is no target: its stored tensors as they are, or as the recipe has them."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict):
+        self.recipe, self.checkpoint, self.weight, self.state = recipe, checkpoint, weight, state
+        self.record = {"layout": weight.layout}
+
+    def write(self, name: str, add: Add) -> None:
+        if "error" not in self.record:
+            if self.weight.layout != "dense":
+                found, problems = self.checkpoint.examine(self.weight)
+                if problems:
+                    raise TilepressError(
+                        f"{self.weight.name}: {problems[0]}",
+                        "the artifact is damaged: `tilepress verify DIR` lists every finding",
+                    )
+                self.record |= found | {"bytes": self.weight.nbytes}
+            self.record["error"] = 0.0
+        made = self.recipe.copy(name, self.checkpoint.read(name), self.state)
+        stored, self.record = made.weight, self.record | made.record
+        dtype = self.recipe.dtype if self.recipe.dtype and stored.is_floating_point() else stored.dtype
+        nonzeros = 0
+
+        def pieces() -> Iterator[Tensor]:
+            nonlocal nonzeros
+            for piece in _pieces(stored, dtype, name):
+                nonzeros += int(torch.count_nonzero(piece))
+                yield piece
+
+        nbytes = add(name, tuple(stored.shape), pieces())
+        if self.weight.layout == "dense":
+            shape = {"shape": list(stored.shape), "dtype": dtype_name(dtype)}
+            self.record |= shape | {"nonzeros": nonzeros, "bytes": nbytes}
+
+
 def _pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
     """The elements in order, converted. Raises TilepressError where a finite value does not fit the dtype."""
     for piece in tensor.reshape(-1).split(1 << 22):
@@ -167,30 +200,6 @@ def _pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
                 f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training"
             )
         yield converted
-
-
-def _copied_record(checkpoint: Checkpoint, weight: Weight, recipe: Recipe) -> dict:
-    record = {"name": weight.name, "layout": weight.layout}
-    if weight.layout == "dense":
-        tensor = checkpoint.read(weight.name)
-        dtype = recipe.dtype if recipe.dtype and tensor.is_floating_point() else tensor.dtype
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in _pieces(tensor, dtype, weight.name))
-        record |= {
-            "shape": list(tensor.shape),
-            "dtype": dtype_name(dtype),
-            "nonzeros": nonzeros,
-            "bytes": tensor.numel() * dtype.itemsize,
-        }
-    else:
-        packed = checkpoint.packed(weight)
-        problems, stats = tiled_csl.check(packed)
-        if problems:
-            raise TilepressError(
-                f"{weight.name}: {problems[0]}", "the artifact is damaged: `tilepress verify DIR` lists every finding"
-            )
-        shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
-        record |= tiled_csl.record(*shape, stats) | {"bytes": weight.nbytes}
-    return record | {"error": 0.0}
 
 
 def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: str) -> Tensor:

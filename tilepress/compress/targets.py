@@ -146,7 +146,7 @@ def find_targets(
 
 def _describe(checkpoint: Checkpoint, weight: Weight, module: torch.nn.Module | None) -> Target | str:
     """A stored weight as a target, or why it cannot be one. Raises UsageError if it is not of its module's shape."""
-    packed = checkpoint.packed_shape(weight) if weight.layout != "dense" else None
+    packed = checkpoint.form(weight) if weight.layout != "dense" else None
     shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
     expert = module is None and _EXPERT.search(weight.name) and len(shape) == 2
     if len(shape) == 3 and ".experts." in weight.name:

@@ -12,7 +12,7 @@ class WeightRow:
     """One weight. What only a manifest can tell is None without one."""
 
     name: str
-    layout: str  # dense | tiled-csl
+    layout: str  # dense | tiled-csl | int8
     shape: tuple[int, ...]  # packed: (out_features, in_features)
     dtype: str  # of the values
     bytes: int
@@ -53,8 +53,9 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
             entry = weight.entries[0]
             shape, dtype, tile = entry.shape, dtype_name(entry.dtype), None
         else:
-            packed = checkpoint.packed_shape(weight)
-            shape, dtype, tile = ((packed.rows, packed.cols), dtype_name(packed.dtype), packed.tile_rows * 64)
+            form = checkpoint.form(weight)
+            shape, dtype = (form.rows, form.cols), dtype_name(form.dtype)
+            tile = 64 * checkpoint.packed_shape(weight).tile_rows if weight.layout == "tiled-csl" else None
         nonzeros = record.get("nonzeros")
         rows.append(
             WeightRow(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tilepress.formats import TilepressError, dtype_name, tiled_csl
+from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, Checkpoint, Weight, read_header, read_manifest
 
@@ -152,10 +152,8 @@ def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
             "dtype": dtype_name(tensor.dtype),
             "nonzeros": sum(int(torch.count_nonzero(p)) for p in pieces),
         }, problems
-    packed = checkpoint.packed(weight)
-    problems, stats = tiled_csl.check(packed)
-    shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
-    return found | tiled_csl.record(*shape, stats), problems
+    examined, problems = checkpoint.examine(weight)
+    return found | examined, problems
 
 
 def _against(

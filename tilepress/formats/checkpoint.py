@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError, tiled_csl
+from tilepress.formats import TilepressError, UsageError, int8, tiled_csl
 
 FORMAT_VERSION = 1
 INDEX_NAME = "model.safetensors.index.json"
@@ -59,11 +59,24 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a packed weight stands for: [rows, cols] = [out_features, in_features] values of a dtype.
+
+    `transposed`: without us it is stored [cols, rows]. An int8 weight does not say which way round it is: it counts as not transposed.
+    """
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class Weight:
     """A weight under its model name, with the stored tensors that make it up."""
 
     name: str
-    layout: str  # "dense" or "tiled-csl"
+    layout: str  # "dense", "tiled-csl" or "int8"
     entries: tuple[TensorEntry, ...]
 
     @property
@@ -271,24 +284,26 @@ class Checkpoint:
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Every weight by its model name, in name order; packed ones with all their parts."""
-        parts_of = {}
-        for name in self.tensors:
+        found: dict[str, Weight] = {}
+        for name, entry in self.tensors.items():
             if all(name + suffix in self.tensors for suffix in tiled_csl.SUFFIXES):
-                parts_of[name] = tuple(self.tensors[name + suffix] for suffix in tiled_csl.SUFFIXES)
-        inner = {entry.name for parts in parts_of.values() for entry in parts[1:]}
+                parts = tuple(self.tensors[name + suffix] for suffix in tiled_csl.SUFFIXES)
+                found[name] = Weight(name, "tiled-csl", parts)
+            elif name.endswith(".weight") and entry.dtype == torch.int8:
+                scale, *inputs = int8.part_names(name)
+                if scale not in self.tensors:
+                    raise TilepressError(f"int8 tensor {name!r} has no {scale}", _REPAIR_HINT)
+                parts = (entry, self.tensors[scale], *(self.tensors[n] for n in inputs if n in self.tensors))
+                found[name] = Weight(name, "int8", parts)
+        inner = {entry.name for weight in found.values() for entry in weight.entries[1:]}
         for name in self.tensors:
             stem = next((name.removesuffix(s) for s in tiled_csl.SUFFIXES[1:] if name.endswith(s)), None)
             if stem is not None and name not in inner:
                 raise TilepressError(
                     f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
                 )
-        return {
-            name: Weight(
-                name, *(("tiled-csl", parts_of[name]) if name in parts_of else ("dense", (self.tensors[name],)))
-            )
-            for name in sorted(self.tensors)
-            if name not in inner
-        }
+        dense = {name: Weight(name, "dense", (entry,)) for name, entry in self.tensors.items() if name not in inner}
+        return dict(sorted((dense | found).items()))
 
     @cached_property
     def manifest(self) -> dict | None:
@@ -316,10 +331,32 @@ class Checkpoint:
         empty = (torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in (words, offsets))
         return tiled_csl.from_parts(*empty, self.read(layout.name), name=weight.name)
 
+    def form(self, weight: Weight) -> Form:
+        """Shape and dtype of a packed weight, from its headers and small parts."""
+        if weight.layout == "int8":
+            codes, scale = weight.entries[:2]
+            if len(codes.shape) != 2:
+                raise TilepressError(f"int8 weight {weight.name} is {list(codes.shape)}, not a matrix", _REPAIR_HINT)
+            return Form(*codes.shape, scale.dtype, False)
+        packed = self.packed_shape(weight)
+        return Form(packed.rows, packed.cols, packed.dtype, packed.transposed)
+
+    def examine(self, weight: Weight) -> tuple[dict, list[str]]:
+        """What the manifest records of a packed weight, counted anew, and what is wrong with it."""
+        if weight.layout == "int8":
+            return int8.examine(weight.name, {entry.name: self.read(entry.name) for entry in weight.entries})
+        packed = self.packed(weight)
+        problems, stats = tiled_csl.check(packed)
+        shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
+        return tiled_csl.record(*shape, stats), problems
+
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:
         """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
         if weight.layout == "dense":
             return self.read(weight.name).to(device)
+        if weight.layout == "int8":
+            codes, scale = (self.read(entry.name).to(device) for entry in weight.entries[:2])
+            return int8.dequantize(codes, scale)
         packed = self.packed(weight).to(device)
         problem = tiled_csl.check_bounds(packed)
         if problem:

@@ -1,0 +1,264 @@
+"""INT8 weights and activations as compressed-tensors stores them (`int-quantized`), drawn in docs/format.md.
+
+A weight is `q * scale`: int8 `….weight` with `….weight_scale`, [out, 1] per output channel or [1] per tensor. Scales are rounded to
+the model's dtype before anything is quantized with them, so that every runtime multiplies the same numbers. Activations are
+symmetric per token or per tensor, found at run time, or static per tensor (`….input_scale`, and with an asymmetric range
+`….input_zero_point`). Specification: the compressed-tensors package; vLLM's rules: its compressed_tensors quantization config.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError, dtype_name
+
+WEIGHTS = ("channel", "tensor")
+ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
+METHOD = "compressed-tensors"
+FORMAT = "int-quantized"
+QMIN, QMAX = -128, 127
+_ARGUMENTS = {"num_bits", "type", "symmetric", "strategy", "dynamic"}  # what every reader since 0.9.4 knows
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one GEMM in vLLM
+
+
+@dataclass(frozen=True)
+class Int8Scheme:
+    """How weights and activations are quantized. `tensor` and `tensor-asym` are static, the other activations found at run time."""
+
+    weights: str = "channel"  # channel | tensor
+    activations: str = "token"  # token | tensor | tensor-asym | tensor-dynamic | none (weight-only)
+
+    def __post_init__(self):
+        assert self.weights in WEIGHTS and self.activations in ACTIVATIONS, self
+
+    @property
+    def static(self) -> bool:
+        return self.activations in ("tensor", "tensor-asym")
+
+    @property
+    def asymmetric(self) -> bool:
+        return self.activations == "tensor-asym"
+
+    def config_groups(self) -> dict:
+        """The `config_groups` of a `quantization_config`, with no key beyond those that every reader knows."""
+
+        def arguments(strategy: str, symmetric: bool = True, dynamic: bool = False) -> dict:
+            return {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
+
+        group = {"targets": ["Linear"], "weights": arguments(self.weights)}
+        if self.activations != "none":
+            strategy = "token" if self.activations == "token" else "tensor"
+            group["input_activations"] = arguments(strategy, not self.asymmetric, not self.static)
+        return {"group_0": group}
+
+    def quantization_config(self, ignore: list[str]) -> dict:
+        """`config.json`'s `quantization_config`; `ignore` names every linear layer that stays float."""
+        return {
+            "quant_method": METHOD,
+            "format": FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": self.config_groups(),
+            "ignore": ignore,
+        }
+
+
+def scheme_of(config: dict) -> Int8Scheme:
+    """The scheme that a `quantization_config` describes. Raises TilepressError for anything but INT8 linears as this module writes them."""
+
+    def refuse(why: str) -> TilepressError:
+        return TilepressError(
+            f"quantization_config: {why}", "this reader takes compressed-tensors int-quantized INT8 linears"
+        )
+
+    groups = config.get("config_groups")
+    if config.get("quant_method") == METHOD:
+        if config.get("format") != FORMAT:
+            raise refuse(f"format is {config.get('format')!r}")
+        if config.get("quantization_status") != "compressed":
+            raise refuse(f"quantization_status is {config.get('quantization_status')!r}, not 'compressed'")
+        if config.get("kv_cache_scheme"):
+            raise refuse("a kv_cache_scheme")
+    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(next(iter(groups.values())), dict):
+        raise refuse("config_groups is not one group")
+    group = next(iter(groups.values()))
+    if group.get("targets") != ["Linear"]:
+        raise refuse(f"targets are {group.get('targets')!r}, not ['Linear']")
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    for name, arguments in (("weights", weights), ("input_activations", inputs)):
+        if name == "input_activations" and arguments is None:
+            continue
+        if not isinstance(arguments, dict) or (arguments.get("num_bits"), arguments.get("type")) != (8, "int"):
+            raise refuse(f"{name} are not 8-bit integers")
+    if group.get("output_activations"):
+        raise refuse("quantized output activations")
+    if not weights.get("symmetric", True) or weights.get("dynamic") or weights.get("strategy") not in WEIGHTS:
+        raise refuse("weights are not static, symmetric, per channel or per tensor")
+    if inputs is None:
+        return Int8Scheme(weights["strategy"], "none")
+    kind = (inputs.get("strategy"), bool(inputs.get("dynamic", False)), bool(inputs.get("symmetric", True)))
+    known = {
+        ("token", True, True): "token",
+        ("tensor", False, True): "tensor",
+        ("tensor", False, False): "tensor-asym",
+        ("tensor", True, True): "tensor-dynamic",
+    }
+    if kind not in known:
+        raise refuse(f"input_activations are (strategy, dynamic, symmetric) = {kind}")
+    return Int8Scheme(weights["strategy"], known[kind])
+
+
+def part_names(name: str) -> tuple[str, str, str]:
+    """Names of a weight's scale, input scale and input zero point: `X.weight` -> `X.weight_scale`, `X.input_scale`, …."""
+    stem = name.removesuffix(".weight")
+    return f"{stem}.weight_scale", f"{stem}.input_scale", f"{stem}.input_zero_point"
+
+
+def rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 scales in the dtype that every runtime holds them in; 1 where a scale is 0 (nothing but zeros), never subnormal."""
+    smallest = torch.finfo(dtype).tiny
+    return torch.where(scale == 0, torch.ones_like(scale), scale.clamp(min=smallest)).to(dtype)
+
+
+def weight_scale(weight: Tensor, per: str, dtype: torch.dtype) -> Tensor:
+    """The symmetric scale absmax / 127 of a weight [out, in]: [out, 1] per `channel`, [1] per `tensor`, in `dtype`.
+
+    Codes then lie in -127..127 even where rounding the scale to bfloat16 made it smaller.
+    """
+    absmax = torch.cat([rows.abs().amax(dim=1, keepdim=True).float() for rows in weight.split(1024)])
+    if per == "tensor":
+        absmax = absmax.amax().reshape(1)
+    return rounded_scale(absmax / QMAX, dtype)
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """round(x / scale + zero_point), half to even, saturated to int8; computed in float32. `scale` broadcasts over x."""
+    codes = x.float() / scale.float()
+    if zero_point is not None:
+        codes = codes + zero_point.float()
+    return codes.clamp_(QMIN, QMAX).round_().to(torch.int8)
+
+
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """(q - zero_point) * scale in the scale's dtype; int8 codes are exact in each."""
+    codes = q.to(scale.dtype)
+    if zero_point is not None:
+        codes = codes - zero_point.to(scale.dtype)
+    return codes * scale
+
+
+def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:
+    """The scale that quantizing at run time uses, float32 absmax / 127.5 as compressed-tensors defines it: [..., 1] or [1].
+
+    The largest value lands on 127.5: it saturates to 127 (a negative one rounds to -128).
+    """
+    absmax = x.abs().amax(dim=-1, keepdim=True) if per_token else x.abs().amax().reshape(1)
+    scale = absmax.float() / 127.5
+    return torch.where(scale == 0, torch.full_like(scale, torch.finfo(torch.float32).eps), scale)
+
+
+def static_scale(low: float, high: float, asymmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scale [1] in `dtype` and zero point int8 [1] (None if symmetric) that cover the range [low, high] and 0."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    if not asymmetric:
+        return rounded_scale(torch.tensor([max(-low, high) / QMAX]), dtype), None
+    scale = rounded_scale(torch.tensor([(high - low) / (QMAX - QMIN)]), dtype)
+    zero_point = (QMIN - low / scale.float()).round().clamp(QMIN, QMAX).to(torch.int8)
+    return scale, zero_point
+
+
+def examine(name: str, parts: dict[str, Tensor]) -> tuple[dict, list[str]]:
+    """What the manifest records of a weight, counted anew from its stored tensors by name, and what is wrong with them."""
+    scale_name, *_ = part_names(name)
+    codes, scale = parts[name], parts[scale_name]
+    problems = [
+        f"{part} has values that are no scale"
+        for part, tensor in parts.items()
+        if tensor.is_floating_point() and not bool((torch.isfinite(tensor.float()) & (tensor > 0)).all())
+    ]
+    if codes.dim() != 2 or tuple(scale.shape) not in ((codes.shape[0], 1), (1, codes.shape[1]), (1,)):
+        problems.append(f"{scale_name} is {list(scale.shape)} for codes {list(codes.shape)}")
+    nonzeros = sum(int(torch.count_nonzero(piece)) for piece in codes.split(1024))
+    return {"shape": list(codes.shape), "dtype": dtype_name(scale.dtype), "nonzeros": nonzeros}, problems
+
+
+def fake_quantize_input(x: Tensor, scheme: Int8Scheme, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """float32 x as an INT8 layer of this scheme sees it."""
+    if scheme.activations == "none":
+        return x
+    if not scheme.static:
+        scale = dynamic_scale(x, scheme.activations == "token")
+    return dequantize(quantize(x, scale, zero_point), scale.float(), zero_point)
+
+
+def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]], value) -> tuple[list[str], list[str]]:
+    """What vLLM would refuse in a W8A8 artifact, and what it has no kernel for: (findings, notes).
+
+    `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `value(name)` reads a small tensor.
+    Rules as of vLLM 0.33 (CompressedTensorsConfig and CompressedTensorsW8A8Int8).
+    """
+    try:
+        scheme = scheme_of(config)
+    except TilepressError as error:
+        return [error.message], []
+    findings, notes = [], []
+    group = next(iter(config["config_groups"].values()))
+    for part in ("weights", "input_activations"):
+        extra = set(group.get(part) or {}) - _ARGUMENTS
+        if any((group[part])[key] not in (None, {}) for key in extra):
+            findings.append(f"{part} has keys that older readers refuse: {', '.join(sorted(extra))}")
+    if (config.get("sparsity_config") or {}).get("targets"):
+        findings.append("a sparsity_config with targets")
+    if scheme.activations in ("none", "tensor-dynamic"):
+        what = "weight-only INT8 in int-quantized form" if scheme.activations == "none" else "dynamic per-tensor input"
+        notes.append(f"vLLM has no kernel for {what}; tilepress and transformers run it")
+    quantized = {
+        name.removesuffix(".weight")
+        for name, (dtype, _) in tensors.items()
+        if name.endswith(".weight") and dtype == "I8"
+    }
+    if any(".experts." in path for path in quantized) and scheme.activations != "token":
+        notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
+    for path in sorted(quantized):
+        findings += _part_findings(path, scheme, tensors)
+    ignored = set(config.get("ignore") or ())
+    if "lm_head" not in ignored and "lm_head" not in quantized:
+        findings.append("lm_head is float but not in `ignore`: transformers would return NaN")
+    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized & ignored)]
+    for path in sorted({p.rpartition(".")[0] for p in quantized}):
+        for names in _FUSED:
+            there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
+            some = [name for name in there if name in quantized]
+            if some and len(some) < len(there):
+                findings.append(f"{', '.join(there)} are one GEMM, but only {', '.join(some)} quantized")
+            elif len(some) > 1 and scheme.static and not _same_input(some, value, tensors):
+                findings.append(f"{', '.join(some)} are one GEMM, but their input scales differ")
+    return findings, notes
+
+
+def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
+    rows = tensors[f"{path}.weight"][1][0]
+    scale, input_scale, zero_point = part_names(f"{path}.weight")
+    wanted = {scale: [(rows, 1)] if scheme.weights == "channel" else [(1,)]}
+    if scheme.static:
+        wanted[input_scale] = [(1,), ()]
+    if scheme.asymmetric:
+        wanted[zero_point] = [(1,), ()]
+    found = []
+    for name in (scale, input_scale, zero_point):
+        if (name in tensors) != (name in wanted):
+            found.append(f"{name} is {'there' if name in tensors else 'missing'}, against the scheme")
+        elif name in wanted and tensors[name][1] not in wanted[name]:
+            found.append(f"{name} is {list(tensors[name][1])}, not {list(wanted[name][0])}")
+        elif name in wanted and (tensors[name][0] == "I8") != (name == zero_point):
+            found.append(f"{name} is {tensors[name][0]}")
+    return found
+
+
+def _same_input(paths: list[str], value, tensors: dict) -> bool:
+    kinds = [{part_names(f"{p}.weight")[i] for p in paths} for i in (1, 2)]
+    for names in kinds:
+        there = [name for name in names if name in tensors]
+        if there and len({float(value(name).float().reshape(-1)[0]) for name in there}) > 1:
+            return False
+    return True
