@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "tilepress"
 ALLOWED = {
     "formats": {"formats"},
     "kernels": {"kernels", "formats"},
-    "runtime": {"runtime", "kernels", "formats"},
-    "compress": {"compress", "formats", "__init__"},
+    "experts": set(),
+    "runtime": {"runtime", "kernels", "formats", "experts"},
+    "compress": {"compress", "formats", "experts", "__init__"},
     "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration"},
     "demo": set(),
     "hf": {"runtime"},

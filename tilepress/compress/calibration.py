@@ -5,7 +5,9 @@ A source is a local `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id, o
 """
 
 import glob
+import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tilepress.formats import TilepressError, UsageError
@@ -13,8 +15,10 @@ from tilepress.formats import TilepressError, UsageError
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def documents(source: str, column: str = "text") -> Iterator[str]:
-    """The documents of a source, streamed. Raises UsageError for a source that cannot be read as text."""
+def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
+    """The documents of a source, streamed; with `seed` in a random order (of as many as a buffer of 10,000 holds).
+
+    Raises UsageError for a source that cannot be read as text."""
     from datasets import load_dataset
 
     path = Path(source).expanduser()
@@ -30,6 +34,8 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
         else:
             name, config, split = (*source.split(":"), "", "")[:3]
             rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+        if seed is not None:
+            rows = rows.shuffle(seed=seed, buffer_size=10_000)
         for row in rows:
             if not isinstance(row.get(column), str):
                 raise UsageError(
@@ -47,11 +53,13 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
         ) from error
 
 
-def token_ids(tokenizer, source: str, at_least: int | None = None, joiner: str = "\n\n") -> list[int]:
+def token_ids(
+    tokenizer, source: str, at_least: int | None = None, joiner: str = "\n\n", seed: int | None = None
+) -> list[int]:
     """The documents joined and tokenized at once; with `at_least`, no more of the text than gives so many tokens."""
     parts: list[str] = []
     length, wanted = 0, None if at_least is None else 8 * at_least
-    for text in documents(source):
+    for text in documents(source, seed=seed):
         parts.append(text)
         length += len(text)
         if wanted is not None and length > wanted:
@@ -63,3 +71,31 @@ def token_ids(tokenizer, source: str, at_least: int | None = None, joiner: str =
     if not parts:
         raise UsageError(f"{source} has no documents", "give another --dataset")
     return tokenizer(joiner.join(parts))["input_ids"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Which text a calibration sees: `nsamples` windows of `seqlen` tokens, each with what the tokenizer puts before a text (BOS)."""
+
+    dataset: str
+    nsamples: int = 128
+    seqlen: int = 2048
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16)):
+            if value < least:
+                raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
+
+    def windows(self, tokenizer) -> list[list[int]]:
+        """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
+        start = tokenizer("")["input_ids"][:1]
+        step = self.seqlen - len(start)
+        ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed)
+        windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
+        if len(windows) > 1 and len(windows[-1]) < self.seqlen:
+            windows.pop()
+        if not ids:
+            raise UsageError(f"{self.dataset} has no tokens", "give another --dataset")
+        chosen = random.Random(self.seed).sample(range(len(windows)), min(self.nsamples, len(windows)))
+        return [windows[i] for i in sorted(chosen)]

@@ -50,7 +50,7 @@ def _finish(plan: Plan) -> dict | None:
         ),
         "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
         "tensors": sorted(tensors, key=lambda t: t["name"]),
-    }
+    } | plan.recipe.describe(plan)
     write_atomic(plan.output / "README.md", model_card(manifest).encode(), plan.work)
     total = sum(tensor["bytes"] for tensor in tensors)
     weight_map = {name: file for record in records for name, file in record["weight_map"].items()}

@@ -183,7 +183,7 @@ class _Int8:
         for i, rows in enumerate(weight.split(_ROWS)):
             scale = self.scale if rows_scale is None else rows_scale[i]
             q = int8.quantize(rows, scale)
-            off = int8.dequantize(q, scale).float() - rows.float()
+            off = int8.dequantize(q, scale.float()) - rows.float()
             signal += float(rows.float().square().sum(dtype=torch.float64))
             noise += float(off.square().sum(dtype=torch.float64))
             nonzeros += int(torch.count_nonzero(q))
@@ -197,7 +197,7 @@ class _Int8:
             "nonzeros": int(nonzeros),
             "bytes": self.record["bytes"] + nbytes,
             "error": round((noise / signal) ** 0.5, 8) if signal else 0.0,
-        }
+        } | ({"conv1d": True} if target.transposed else {})
 
 
 def check_finite(weight: Tensor, name: str) -> None:

@@ -78,8 +78,8 @@ class Recipe:
         """A stored tensor that is no target's, as the result has it."""
         return Compressed(tensor, {})
 
-    def describe(self, plan: "Plan", state: dict) -> dict:
-        """Further keys of the manifest."""
+    def describe(self, plan: "Plan") -> dict:
+        """Further keys of the manifest, from what `prepare` left in the work folder."""
         return {}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:

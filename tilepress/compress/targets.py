@@ -41,15 +41,18 @@ class Target:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A weight that is not compressed, and why; `dropped` if it is not even copied."""
+    """A weight that is not compressed, and why."""
 
     name: str
     reason: str
-    dropped: bool = False
+    dropped: bool = False  # not even copied
+    module: str | None = None  # the linear layer of the model that stays as it is
 
 
-def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
-    """The checkpoint's model without weights. Raises UsageError for an architecture that transformers does not know."""
+def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, device: str = "meta"):
+    """The checkpoint's model without weights; on another `device` than meta, with random ones.
+
+    Raises UsageError for an architecture that transformers does not know."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
@@ -66,7 +69,7 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False):
             config.__dict__.pop("quantization_config", None)
         else:
             config = AutoConfig.for_model(**stored)
-        with torch.device("meta"):
+        with torch.device(device):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
     except Exception as error:  # whatever a config.json can make a model class raise
         raise UsageError(
@@ -107,6 +110,7 @@ def find_targets(
     modules = dict(model.named_modules())
     known, stored = set(modules), set()
     heads = [m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None]
+    head_path = next((path for path, module in modules.items() if module is model.get_output_embeddings()), None)
     direct = _read_directly(model)
     parameters = set(model.state_dict())
     targets, left, used = [], [], set()
@@ -115,19 +119,20 @@ def find_targets(
         stored.add(path)
         target = _describe(checkpoint, weight, modules.get(path))
         plain = path or name.removesuffix(".weight")
+        linear = path if isinstance(modules.get(path), torch.nn.Linear) else None
         if any(modules.get(path) is head for head in heads):
-            left.append(LeftAlone(name, "embedding or output head"))
+            left.append(LeftAlone(name, "embedding or output head", module=head_path))
         elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
             left.append(LeftAlone(name, "a buffer that the model computes itself: not copied", dropped=True))
         elif isinstance(target, str):
-            left.append(LeftAlone(name, target))
+            left.append(LeftAlone(name, target, module=linear))
         elif found := matching(plain, patterns):
             used.update(found)
-            left.append(LeftAlone(name, f"matches --ignore {found[0]}"))
+            left.append(LeftAlone(name, f"matches --ignore {found[0]}", module=linear))
         elif _ROUTER.search(plain):
-            left.append(LeftAlone(name, "expert router"))
+            left.append(LeftAlone(name, "expert router", module=linear))
         elif path in direct:
-            left.append(LeftAlone(name, "the model reads the weight itself, not through its layer"))
+            left.append(LeftAlone(name, "the model reads the weight itself, not through its layer", module=linear))
         else:
             targets.append(target)
     _refuse_missing(model, modules, stored, heads, checkpoint.name)

@@ -19,7 +19,7 @@ METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
 QMIN, QMAX = -128, 127
 _ARGUMENTS = {"num_bits", "type", "symmetric", "strategy", "dynamic"}  # what every reader since 0.9.4 knows
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one GEMM in vLLM
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one GEMM in vLLM
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]],
         findings.append("lm_head is float but not in `ignore`: transformers would return NaN")
     findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized & ignored)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
-        for names in _FUSED:
+        for names in FUSED:
             there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
             some = [name for name in there if name in quantized]
             if some and len(some) < len(there):

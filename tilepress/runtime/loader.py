@@ -2,10 +2,11 @@
 
 import torch
 
-from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
+from tilepress.formats import TilepressError, UsageError, int8
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
+from tilepress.runtime.int8 import Int8Linear, fuse
 from tilepress.runtime.modules import TiledCSLLinear
-from tilepress.runtime.plugin import register
+from tilepress.runtime.plugin import METHOD, register
 
 
 def load(
@@ -18,11 +19,13 @@ def load(
 ):
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
-    The linears of an artifact's packed weights are `TiledCSLLinear`. `dtype` is that of activations and dense weights ("auto": the
-    checkpoint's); packed values keep theirs. Further arguments go to from_pretrained (`attn_implementation`; `device_map` needs accelerate).
+    The linears of an artifact's packed weights are `TiledCSLLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
+    (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
+    ("auto": the checkpoint's); packed values keep theirs. Further arguments go to from_pretrained (`attn_implementation`;
+    `device_map` needs accelerate).
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
     folder = locate(str(path), revision)
@@ -35,6 +38,13 @@ def load(
                 "add --trust-remote-code if you have read it",
             )
         raise UsageError(f"transformers knows no architecture {kind!r} ({folder.name})", "upgrade transformers")
+    if is_int8(checkpoint):
+        # Ours in place of the compressed-tensors package, which computes in floating point.
+        kwargs["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        kwargs["config"].quantization_config = checkpoint.config["quantization_config"] | {
+            "quant_method": METHOD,
+            "format_version": FORMAT_VERSION,
+        }
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -52,7 +62,17 @@ def load(
                 f"{folder.name}: {len(names)} {what.replace('_', ' ')}, such as {names[0]}",
                 "the checkpoint does not fit its config.json",
             )
-    return model.eval() if "device_map" in kwargs else model.eval().to(device)
+    model = model.eval() if "device_map" in kwargs else model.eval().to(device)
+    fuse(model)
+    if "quantization_config" in checkpoint.config:
+        model.config.quantization_config = checkpoint.config["quantization_config"]
+    return model
+
+
+def is_int8(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is compressed-tensors INT8 that this package runs. Raises TilepressError for any other form of it."""
+    config = checkpoint.config.get("quantization_config", {})
+    return config.get("quant_method") == int8.METHOD and bool(int8.scheme_of(config))
 
 
 def _known(model_type: str | None) -> bool:
@@ -65,7 +85,7 @@ def paths(model: torch.nn.Module) -> dict[str, int]:
     """Which implementation serves how many linear layers of a model, e.g. {"torch linear on cpu": 1, …}."""
     found: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, TiledCSLLinear):
+        if isinstance(module, TiledCSLLinear | Int8Linear):
             found[module.path] = found.get(module.path, 0) + 1
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"

@@ -1,4 +1,4 @@
-"""The modules that take the place of a model's linears when its weights are packed."""
+"""The module that takes the place of a linear layer when its weight is sparse."""
 
 import torch
 from torch import Tensor, nn
@@ -54,33 +54,3 @@ class TiledCSLLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tile_rows={self.tile_rows}"
-
-
-class PackedExperts(nn.Module):
-    """The experts of a mixture, each with packed linears of its own, under their on-disk names.
-
-    Takes the place of a `*Experts` module of transformers 5, which holds all experts in two 3-D parameters:
-    forward(hidden_states [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k]) -> [tokens, hidden].
-    """
-
-    NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down as families call them
-
-    def __init__(self, original: nn.Module, experts: dict[str, dict[str, TiledCSLLinear]]):
-        """`experts`: {"0": {"gate_proj": …, "up_proj": …, "down_proj": …}, …}, all with the same names."""
-        super().__init__()
-        self.act_fn = original.act_fn
-        self.num_experts = len(experts)
-        self.gate, self.up, self.down = next(names for names in self.NAMES if set(names) == set(experts["0"]))
-        for number, linears in experts.items():
-            self.add_module(number, nn.ModuleDict(linears))
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden_states)
-        for number in torch.unique(top_k_index).tolist():
-            if number >= self.num_experts:  # expert parallelism marks tokens of other ranks so
-                continue
-            token, choice = torch.where(top_k_index == number)
-            expert, x = self.get_submodule(str(number)), hidden_states[token]
-            y = expert[self.down](self.act_fn(expert[self.gate](x)) * expert[self.up](x))
-            out.index_add_(0, token, (y * top_k_weights[token, choice, None]).to(out.dtype))
-        return out

@@ -6,7 +6,6 @@ device_map, tied embeddings, saving. Anything missing, unexpected or of another 
 is worse than none.
 """
 
-import re
 from pathlib import Path
 
 import torch
@@ -14,20 +13,23 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from tilepress.experts import EXPERT_WEIGHT, SeparateExperts, experts_path
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import (
     COMPUTED_BUFFER,
     FORMAT_VERSION,
     MANIFEST_NAME,
     Checkpoint,
+    Weight,
     linear_shape,
     module_path,
 )
+from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.formats.tiled_csl import check_bounds
-from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
+from tilepress.runtime.int8 import Int8Linear
+from tilepress.runtime.modules import TiledCSLLinear
 
 METHOD = "tilepress"
-_EXPERT = re.compile(r"^(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)\.weight$")
 _VERIFY = "`tilepress verify DIR` lists every finding"
 
 
@@ -67,7 +69,8 @@ class TilepressQuantizer(HfQuantizer):
             raise TilepressError("the artifact's shards were not found", _VERIFY)
         checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
         check_sizes(checkpoint)
-        replace_packed(model, checkpoint)
+        config = self.quantization_config.to_dict()
+        replace_packed(model, checkpoint, scheme_of(config) if config.get("config_groups") else None)
         check_shapes(model, checkpoint)
         self._model = model  # transformers before 5.20 does not hand it to update_weight_conversions
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
@@ -102,7 +105,7 @@ class TilepressQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions, model=None):
         """Drops the merging of experts that are packed one by one; renamings stay."""
         model = model or self._model
-        if any(isinstance(module, PackedExperts) for module in model.modules()):
+        if any(isinstance(module, SeparateExperts) for module in model.modules()):
             names = list(model.state_dict())
             merging = [c for c in weight_conversions if hasattr(c, "operations")]
             unused = [c for c in merging if not any(name.endswith(t) for t in c.target_patterns for name in names)]
@@ -150,64 +153,58 @@ def check_shapes(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             )
 
 
-def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Puts packed modules, empty on the meta device, where the checkpoint has packed weights.
+def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint, scheme: Int8Scheme | None) -> None:
+    """Puts packed modules, empty on the meta device, where the checkpoint has packed weights; `scheme` is that of int8 ones.
 
     Raises TilepressError for a packed weight that has no place in the model, or a place of another shape.
     """
     modules = dict(model.named_modules())
-    experts: dict[str, dict[str, dict[str, TiledCSLLinear]]] = {}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    experts: dict[str, dict[str, dict[str, torch.nn.Module]]] = {}
     for weight in checkpoint.weights.values():
         if weight.layout == "dense":
             continue
-        packed = checkpoint.packed_shape(weight)
+        if weight.layout == "int8" and scheme is None:
+            raise TilepressError(f"{weight.name} is int8, but config.json has no scheme for it", _VERIFY)
         path = module_path(weight.name, set(modules), model.base_model_prefix)
+        match = EXPERT_WEIGHT.match(weight.name)
         if path is not None:
-            module = modules[path]
-            shape = linear_shape(module)
-            if shape is None or shape[:2] != (packed.rows, packed.cols):
-                found = type(module).__name__ if shape is None else shape[:2]
-                raise TilepressError(
-                    f"{weight.name} is packed as {packed.rows} x {packed.cols}, the model has {found}", _VERIFY
-                )
-            model.set_submodule(
-                path,
-                TiledCSLLinear(packed, module.bias is not None, None if module.bias is None else module.bias.dtype),
-            )
-        elif match := _EXPERT.match(weight.name):
-            linears = experts.setdefault(_experts_path(modules, match["path"], weight.name), {}).setdefault(
-                match["number"], {}
-            )
-            linears[match["linear"]] = TiledCSLLinear(packed, bias=False)
+            model.set_submodule(path, _packed_module(checkpoint, weight, scheme, modules[path], dtype))
+        elif match:
+            stem = experts_path(set(modules), match["path"])
+            if stem is None:
+                raise TilepressError(f"{weight.name} belongs to experts that the model does not have", _VERIFY)
+            linears = experts.setdefault(stem, {}).setdefault(match["number"], {})
+            linears[match["linear"]] = _packed_module(checkpoint, weight, scheme, None, dtype)
         else:
             raise TilepressError(
                 f"{weight.name} is packed, but {type(model).__name__} has no linear layer of that name", _VERIFY
             )
     for path, numbered in experts.items():
-        original = modules[path]
-        complete = len(numbered) == getattr(original, "num_experts", None) and any(
-            all(set(names) == set(linears) for linears in numbered.values()) for names in PackedExperts.NAMES
-        )
-        usual = (
-            hasattr(original, "act_fn")
-            and getattr(original, "is_concatenated", True)
-            and getattr(original, "has_gate", True)
-            and not getattr(original, "has_bias", False)
-        )
-        if not complete or not usual:
+        try:
+            model.set_submodule(path, SeparateExperts(modules[path], numbered))
+        except ValueError as error:
             raise TilepressError(
-                f"the packed experts of {path} ({type(original).__name__}) cannot be run as they are",
+                f"the packed experts of {path} ({error}) cannot be run as they are",
                 "compress again with --ignore '*.experts.*', or convert --to dense",
-            )
-        model.set_submodule(path, PackedExperts(original, numbered))
+            ) from error
 
 
-def _experts_path(modules: dict, stored: str, name: str) -> str:
-    """The model's module for experts stored under `stored`: the same path, or the one experts module of the same layer."""
-    if stored in modules:
-        return stored
-    layer = re.search(r"\.(\d+)\.", stored)
-    same_layer = [path for path in modules if path.endswith(".experts") and layer and f".{layer[1]}." in path]
-    if len(same_layer) != 1:
-        raise TilepressError(f"{name} belongs to experts that the model does not have", _VERIFY)
-    return same_layer[0]
+def _packed_module(
+    checkpoint: Checkpoint,
+    weight: Weight,
+    scheme: Int8Scheme | None,
+    original: torch.nn.Module | None,
+    dtype: torch.dtype,
+) -> torch.nn.Module:
+    """The module for a packed weight in place of `original`, a linear layer; of an expert there is none."""
+    form, shape = checkpoint.form(weight), linear_shape(original)
+    bias = getattr(original, "bias", None)
+    transposed = weight.layout == "int8" and bool(shape and shape[2])
+    rows, cols = (form.cols, form.rows) if transposed else (form.rows, form.cols)
+    if original is not None and (shape is None or shape[:2] != (rows, cols)):
+        found = type(original).__name__ if shape is None else shape[:2]
+        raise TilepressError(f"{weight.name} is packed as {rows} x {cols}, the model has {found}", _VERIFY)
+    if weight.layout == "int8":
+        return Int8Linear(rows, cols, scheme, dtype, bias is not None, transposed)
+    return TiledCSLLinear(checkpoint.packed_shape(weight), bias is not None, None if bias is None else bias.dtype)

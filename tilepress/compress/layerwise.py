@@ -1,0 +1,259 @@
+"""A model whose decoder layers are in memory one at a time.
+
+The model is built with its parameters on the meta device. What stands before the decoder layers (embeddings) gets its weights once;
+each layer gets its own, runs over all inputs, and gives them back. Everything else about a forward pass (masks, rotary embeddings,
+which layer slides a window) is the model's own business: it is run once with the layers replaced by recorders, which keep the arguments
+that each layer would have had.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tilepress.compress.targets import Target, build_meta_model
+from tilepress.experts import EXPERT_WEIGHT, SeparateExperts, experts_path
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
+
+_WITHOUT = "quantize with --activations token (or none) and without --smooth, which need no calibration"
+
+
+class LayerByLayer:
+    """The decoder layers of a checkpoint's model; see the module's text. Only the layers' hidden states are cached by callers."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, targets: list[Target], device: str, dtype: torch.dtype, trust_remote_code: bool
+    ):
+        """Raises UsageError for an architecture whose decoder layers are not found."""
+        self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
+        with parameters_on_meta():
+            self.model = build_meta_model(checkpoint, trust_remote_code, device="cpu")
+        self._separate_experts(targets)
+        self.module_of, unplaced = self._place(targets)  # target name -> module path
+        self.layers = self._find_layers()  # paths of the decoder layers
+        self.targets_of = {
+            layer: [t for t in targets if self.module_of.get(t.name, "").startswith(layer + ".")]
+            for layer in self.layers
+        }
+        inside = {t.name for found in self.targets_of.values() for t in found}
+        self.outside = [*unplaced, *(t.name for t in targets if t.name in self.module_of and t.name not in inside)]
+        self.stored = self._stored_names()  # model name -> stored name of every tensor
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 1)
+        self.head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+        self._arguments: dict[int, list[tuple[tuple, dict]]] = {}  # of each layer, by sequence length
+        self._load_outside()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the first layer gets for token ids [tokens]: [1, tokens, hidden] on the CPU.
+
+        Keeps what else the layers get; it depends on the length alone.
+        """
+        modules, found = [self.model.get_submodule(path) for path in self.layers], []
+
+        def recorder(hidden_states: Tensor, *args, **kwargs):
+            found.append((hidden_states, args, kwargs))
+            return hidden_states
+
+        why = ""
+        try:
+            for module in modules:
+                module.forward = recorder
+            with torch.no_grad():
+                self.model.base_model(ids[None].to(self.device), use_cache=False)
+        except Exception as error:  # what comes after the layers may stumble over their missing work
+            why = f" ({type(error).__name__}: {str(error)[:120]})"
+        finally:
+            for module in modules:
+                del module.forward
+        if len(found) != len(modules):
+            raise UsageError(
+                f"{type(self.model).__name__} cannot be run layer by layer: {len(found)} of {len(modules)} ran{why}",
+                _WITHOUT,
+            )
+        arguments = [(args, kwargs) for _, args, kwargs in found]
+        if not _same(self._arguments.setdefault(ids.shape[0], arguments), arguments):
+            raise UsageError(
+                f"{type(self.model).__name__} hands its layers arguments that depend on the tokens", _WITHOUT
+            )
+        return found[0][0].cpu()
+
+    def run(self, layer: str, hidden: Tensor) -> Tensor:
+        """A loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen."""
+        args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]
+        with torch.no_grad():
+            out = self.model.get_submodule(layer)(hidden.to(self.device, self.dtype), *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    @contextlib.contextmanager
+    def loaded(self, layer: str) -> Iterator[nn.Module]:
+        """The layer with its weights, for as long as the context lasts."""
+        module = self.model.get_submodule(layer)
+        try:
+            self._load(layer, module)
+            yield module
+        finally:
+            for inner in module.modules():
+                for name, parameter in inner._parameters.items():
+                    if parameter is not None:
+                        inner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    def _separate_experts(self, targets: list[Target]) -> None:
+        """Experts that are stored one by one become modules of their own."""
+        known, found = {path for path, _ in self.model.named_modules()}, {}
+        for target in targets:
+            match = EXPERT_WEIGHT.match(target.name)
+            if match and module_path(target.name, known, self.model.base_model_prefix) is None:
+                path = experts_path(known, match["path"]) or experts_path(
+                    known, f"{self.model.base_model_prefix}.{match['path']}"
+                )
+                if path is None:
+                    raise UsageError(f"{target.name} has no place in the model", "leave it out with --ignore")
+                linear = nn.Linear(target.cols, target.rows, bias=False, device="meta", dtype=self.dtype)
+                found.setdefault(path, {}).setdefault(match["number"], {})[match["linear"]] = linear
+        for path, experts in found.items():
+            try:
+                self.model.set_submodule(path, SeparateExperts(self.model.get_submodule(path), experts))
+            except ValueError as error:
+                raise UsageError(
+                    f"the experts of {path} ({error}) cannot be run one by one",
+                    "leave them out: --ignore '*.experts.*'",
+                ) from error
+
+    def _place(self, targets: list[Target]) -> tuple[dict[str, str], list[str]]:
+        known = {path for path, _ in self.model.named_modules()}
+        placed, unplaced = {}, []
+        for target in targets:
+            path = module_path(target.name, known, self.model.base_model_prefix)
+            match = EXPERT_WEIGHT.match(target.name)
+            if path is None and match:
+                stem = experts_path(known, match["path"])
+                path = f"{stem}.{match['number']}.{match['linear']}"
+            if path in known:
+                placed[target.name] = path
+            else:
+                unplaced.append(target.name)
+        return placed, unplaced
+
+    def _find_layers(self) -> list[str]:
+        """The outermost list of modules that holds most of the targets."""
+        counts = {}
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in counts):
+                counts[path] = sum(p.startswith(f"{path}.") for p in self.module_of.values())
+        best = max(counts, key=counts.get, default=None)
+        if best is None or not counts[best]:
+            raise UsageError(f"{type(self.model).__name__} has no list of decoder layers", _WITHOUT)
+        return [f"{best}.{name}" for name, _ in self.model.get_submodule(best).named_children()]
+
+    def _stored_names(self) -> dict[str, str]:
+        """Through the renamings that transformers knows."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        renamings = [r for r in get_model_conversion_mapping(self.model) or [] if isinstance(r, WeightRenaming)]
+        expected, found = set(self.model.state_dict()), {}
+        for stored in self.checkpoint.tensors:
+            renamed = stored
+            for renaming in renamings:
+                renamed, _ = renaming.rename_source_key(renamed)
+            names = [n for candidate in (stored, renamed) for n in model_names(candidate, self.model.base_model_prefix)]
+            path = next((name for name in names if name in expected), None)
+            if path is not None:
+                found.setdefault(path, stored)
+        return found | {f"{path}.weight": name for name, path in self.module_of.items()}
+
+    def _load_outside(self) -> None:
+        """Embeddings and whatever else is in no decoder layer; not the output head."""
+        head = self.model.get_output_embeddings()
+        for path, module in self.model.named_modules():
+            if module is not head and not any(path == layer or path.startswith(f"{layer}.") for layer in self.layers):
+                self._load_own(path, module)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def _load(self, prefix: str, module: nn.Module) -> None:
+        for path, inner in module.named_modules(prefix=prefix):
+            self._load_own(path, inner)
+
+    def _load_own(self, path: str, module: nn.Module) -> None:
+        for kind in (module._parameters, module._buffers):
+            for name, old in kind.items():
+                full = f"{path}.{name}" if path else name
+                stored = self.stored.get(full)
+                if old is None or (stored is None and old.device.type != "meta"):
+                    continue
+                if stored is None:
+                    raise UsageError(f"the model's {full} is not in the checkpoint", _WITHOUT)
+                tensor = self.checkpoint.dense(self.checkpoint.weights[stored])
+                if tensor.shape != old.shape:
+                    raise TilepressError(
+                        f"{stored} is {list(tensor.shape)}, the model's is {list(old.shape)}",
+                        "the checkpoint and its config.json do not belong together",
+                    )
+                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                tensor = tensor.to(self.device, dtype, copy=True)
+                kind[name] = nn.Parameter(tensor, requires_grad=False) if kind is module._parameters else tensor
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device and their buffers, which they compute themselves, in memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _same(one: list, other: list) -> bool:
+    """Whether two nested values hold equal tensors; tensors that layers share are compared once."""
+    seen = set()
+
+    def same(a, b) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if (id(a), id(b)) not in seen:
+                seen.add((id(a), id(b)))
+                return a.shape == b.shape and torch.equal(a, b)
+            return True
+        if isinstance(a, dict) and isinstance(b, dict):
+            return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(map(same, a, b))
+        return True
+
+    return one is other or same(one, other)
+
+
+def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """The inputs of the linear layers that a run goes through, by module path, in their order."""
+    seen: dict[str, Tensor] = {}
+
+    def hook(path: str):
+        def keep(_, args) -> None:
+            seen.setdefault(path, args[0])
+
+        return keep
+
+    hooks = [
+        module.register_forward_pre_hook(hook(path))
+        for path, module in layer.named_modules(prefix=prefix)
+        if linear_shape(module)
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

@@ -1,0 +1,170 @@
+"""INT8 weights and activations: the recipe behind `tilepress compress quantize`.
+
+Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
+calibrated (calibrate.py). The artifact is compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.calibrate import Calibration, Settings, calibrate
+from tilepress.compress.calibration import Text
+from tilepress.compress.layouts import Compressed, Int8Layout, Layout
+from tilepress.compress.observe import Observer
+from tilepress.compress.plan import Plan, Progress, Recipe
+from tilepress.compress.targets import LeftAlone, Target, check_patterns
+from tilepress.formats import UsageError, dtype_name
+from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from tilepress.formats.int8 import ACTIVATIONS, FUSED, WEIGHTS, Int8Scheme
+
+# What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
+CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
+
+
+@dataclass(frozen=True)
+class QuantizeRecipe(Recipe):
+    """Settings of `compress quantize`. Raises UsageError for an unknown choice or two that contradict each other."""
+
+    weights: str = "channel"  # channel | tensor
+    activations: str = "token"  # token | tensor | channel | tensor-asym | tensor-dynamic | none
+    observer: Observer | None = None  # of static ranges
+    smooth: str = "off"  # off | auto | alpha in [0, 1]
+    text: Text | None = None  # to calibrate with, or to measure output errors on
+    dtype: torch.dtype | None = None  # cast floating tensors to it first
+    ignore: tuple[str, ...] = ("lm_head",)
+    trust_remote_code: bool = False
+
+    command = "compress quantize"
+
+    def __post_init__(self):
+        for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
+            if value not in choices:
+                raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+        if self.smooth not in ("off", "auto") and not _is_alpha(self.smooth):
+            raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, auto, or a number from 0 to 1")
+        if self.observer is not None and not self.static:
+            raise UsageError(
+                f"--observer sets static ranges, --activations {self.activations} has none"
+                + ("" if self.activations == "none" else ": it finds its scales at run time"),
+                "leave --observer out, or choose --activations tensor, tensor-asym or channel",
+            )
+        if self.smooth != "off" and self.activations in ("none", "channel"):
+            why = "are not quantized" if self.activations == "none" else "get one scale a channel already"
+            raise UsageError(
+                f"--smooth {self.smooth}, but with --activations {self.activations} they {why}", "leave --smooth out"
+            )
+        if self.calibrates and self.text is None:
+            raise UsageError("static ranges and smoothing need text", "add --dataset FILE or HUB_ID")
+        check_patterns(self.ignore)
+
+    @property
+    def static(self) -> bool:
+        return self.activations in ("tensor", "tensor-asym", "channel")
+
+    @property
+    def calibrates(self) -> bool:
+        return self.static or self.smooth != "off"
+
+    @property
+    def passes(self) -> int:
+        return 2 if self.text is not None else 1
+
+    @property
+    def scheme(self) -> Int8Scheme:
+        return Int8Scheme(self.weights, "tensor" if self.activations == "channel" else self.activations)
+
+    def layout(self) -> Layout:
+        return Int8Layout(self.scheme)
+
+    def settings(self) -> dict:
+        observer = None
+        if self.static:
+            observer = self._observer.name
+            observer += f" {self._observer.percentile:g}" if observer == "percentile" else ""
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "observer": observer,
+            "smooth": self.smooth,
+            "ignore": list(self.ignore),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+        } | ({} if self.text is None else asdict(self.text))
+
+    @property
+    def _observer(self) -> Observer:
+        return self.observer or Observer()
+
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]
+        kept = [item.name for item in left_alone if item.name in packed]
+        if kept:
+            raise UsageError(
+                f"{kept[0]} is packed and would be left alone: one artifact cannot be packed in two ways",
+                "quantize it too, or `tilepress convert --to dense` first",
+            )
+        chosen, others = {t.name for t in targets}, {item.name: item.reason for item in left_alone}
+        for name in sorted(chosen):
+            stem, _, last = name.removesuffix(".weight").rpartition(".")
+            for fused in (names for names in FUSED if last in names):
+                for other in (f"{stem}.{n}.weight" for n in fused):
+                    if other in others:
+                        raise UsageError(
+                            f"{name} would be quantized and {other} not ({others[other]}): runtimes compute them as one",
+                            "ignore both, or neither",
+                        )
+
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
+        if self.text is None:
+            return {"calibration": None}
+        if rank and not Calibration.there(plan.work):
+            raise UsageError(
+                f"rank {rank} needs what rank 0 calibrates",
+                "start the other ranks when rank 0 has begun to write shards",
+            )
+        smooth = "channel" if self.activations == "channel" else self.smooth
+        settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
+        return {"calibration": calibrate(plan, settings, device, progress)}
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        found: Calibration | None = state["calibration"]
+        made = Compressed(weight, {})
+        if found is None:
+            return made
+        columns, divisors = found.columns(target.name), found.divisors(target.name)
+        if columns is not None or divisors is not None:
+            made.weight, made.record = weight.float(), {"smoothed": True}
+            if columns is not None:
+                made.weight = made.weight * columns.to(weight.device)
+            if divisors is not None:
+                made.weight /= divisors.to(weight.device)[:, None]
+        made.beside = found.beside(target.name)
+        return made
+
+    def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
+        divisors = state["calibration"] and state["calibration"].divisors(name)
+        if divisors is None:
+            return Compressed(tensor, {})
+        dtype = self.dtype or tensor.dtype
+        return Compressed((tensor.to(dtype).float() / divisors).to(dtype), {"smoothed": True})
+
+    def describe(self, plan: Plan) -> dict:
+        return {} if self.text is None else {"calibration": Calibration(plan.work).facts}
+
+    def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
+        """compressed-tensors' own; ours where it has no such layer (Conv1D), so that no loader without us takes codes for weights."""
+        ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
+        config = self.scheme.quantization_config(ignore)
+        if any(item.get("conv1d") for item in tensors):
+            return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
+                key: config[key] for key in ("config_groups", "ignore")
+            }
+        return config
+
+
+def _is_alpha(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

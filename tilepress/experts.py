@@ -1,0 +1,62 @@
+"""The experts of a mixture, each with linear layers of its own, under their on-disk names.
+
+transformers 5 merges all experts of a layer into two 3-D parameters; checkpoints store them one by one, and they are compressed one by one.
+"""
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+EXPERT_WEIGHT = re.compile(r"^(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)\.weight$")
+NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down as families call them
+
+
+class SeparateExperts(nn.Module):
+    """Takes the place of a `*Experts` module of transformers 5:
+
+    forward(hidden_states [tokens, hidden], top_k_index [tokens, k], top_k_weights [tokens, k]) -> [tokens, hidden].
+    """
+
+    def __init__(self, original: nn.Module, experts: dict[str, dict[str, nn.Module]]):
+        """`experts`: {"0": {"gate_proj": …, "up_proj": …, "down_proj": …}, …}, all with the same names.
+
+        Raises ValueError for experts that compute something else than down(act(gate) * up), or some of which are missing.
+        """
+        super().__init__()
+        complete = len(experts) == getattr(original, "num_experts", None) and any(
+            all(set(names) == set(linears) for linears in experts.values()) for names in NAMES
+        )
+        usual = (
+            hasattr(original, "act_fn")
+            and getattr(original, "is_concatenated", True)
+            and getattr(original, "has_gate", True)
+            and not getattr(original, "has_bias", False)
+        )
+        if not complete or not usual:
+            raise ValueError(type(original).__name__)
+        self.act_fn = original.act_fn
+        self.num_experts = len(experts)
+        self.gate, self.up, self.down = next(names for names in NAMES if set(names) == set(experts["0"]))
+        for number, linears in experts.items():
+            self.add_module(number, nn.ModuleDict(linears))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for number in torch.unique(top_k_index).tolist():
+            if number >= self.num_experts:  # expert parallelism marks tokens of other ranks so
+                continue
+            token, choice = torch.where(top_k_index == number)
+            expert, x = self.get_submodule(str(number)), hidden_states[token]
+            y = expert[self.down](self.act_fn(expert[self.gate](x)) * expert[self.up](x))
+            out.index_add_(0, token, (y * top_k_weights[token, choice, None]).to(out.dtype))
+        return out
+
+
+def experts_path(known: set[str], stored: str) -> str | None:
+    """The model's module for experts stored under `stored`: the same path, or the one experts module of the same layer."""
+    if stored in known:
+        return stored
+    layer = re.search(r"\.(\d+)\.", stored)
+    same_layer = [path for path in known if path.endswith(".experts") and layer and f".{layer[1]}." in path]
+    return same_layer[0] if len(same_layer) == 1 else None
