@@ -14,6 +14,8 @@ import typer
 
 from tilepress import __version__, screen
 from tilepress.flags import (
+    CALIBRATION_TEXT,
+    Dataset,
     Device,
     DryRun,
     Ignore,
@@ -25,6 +27,9 @@ from tilepress.flags import (
     Rank,
     Resume,
     Revision,
+    Samples,
+    Seed,
+    Seqlen,
     Trust,
     Workers,
     WorldSize,
@@ -108,6 +113,98 @@ def prune(
     targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
     how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
     _write_artifact(checkpoint, recipe, targets, left, "pruning", how)
+
+
+@compress.command(
+    epilog="Example: tilepress compress quantize MODEL -o int8 --activations tensor --smooth auto --dataset text.jsonl"
+)
+def quantize(
+    model: Model,
+    output: Output,
+    weights: Annotated[
+        str, typer.Option(metavar="channel|tensor", help="A scale for each output channel, or one.")
+    ] = "channel",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="token|tensor|channel|tensor-asym|tensor-dynamic|none", help="How inputs are quantized: see above."
+        ),
+    ] = "token",
+    observer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="minmax|percentile|mse", help="How static ranges are chosen.  [default: mse]", show_default=False
+        ),
+    ] = None,
+    percentile: Annotated[
+        float | None,
+        typer.Option(help="With --observer percentile: 99.9 to 99.9999.  [default: 99.999]", show_default=False),
+    ] = None,
+    smooth: Annotated[
+        str, typer.Option(metavar="off|ALPHA|auto", help="SmoothQuant: move outliers of the inputs into the weights.")
+    ] = "off",
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Convert floating tensors first.")
+    ] = "auto",
+    ignore: Ignore = None,
+    device: Device = "auto",
+    workers: Workers = 1,
+    rank: Rank = None,
+    world_size: WorldSize = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize the linear weights of MODEL, and their inputs, to INT8; compressed-tensors runtimes load the result as it is.
+
+    \b
+    --activations   scale of the input          text  costs     runs on
+    token           one a token, at run time    no    least     W8A8 GEMM + quantize; vLLM
+    tensor          one, calibrated             yes   more      W8A8 GEMM, no reduction; vLLM
+    tensor-asym     the same, with zero point   yes   more      W8A8 GEMM + zero point; vLLM
+    channel         folded into norm + weights  yes   between   as tensor; vLLM
+    tensor-dynamic  one, at run time            no    more      W8A8 GEMM + two passes
+    none            not quantized (W8A16)       no    nothing   W8A16 GEMM: small batches
+
+    Static ranges suffer most from outlier channels: add --smooth auto. What each choice cost on two models: docs/int8.md.
+    """
+    from tilepress.compress.calibration import Text
+    from tilepress.compress.observe import Observer
+    from tilepress.compress.quantize import QuantizeRecipe
+
+    if percentile is not None and observer != "percentile":
+        raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
+    checkpoint = _open(model, revision)
+    chosen = None
+    if observer is not None:
+        chosen = Observer(observer, 99.999 if percentile is None else percentile)
+    static = activations in ("tensor", "tensor-asym", "channel")
+    text = None
+    if static or smooth != "off" or dataset is not None:
+        seqlen = default_seqlen(checkpoint.config) if seqlen is None else seqlen
+        text = Text(dataset or CALIBRATION_TEXT, 128 if nsamples is None else nsamples, seqlen, seed)
+    elif nsamples is not None or seqlen is not None:
+        raise UsageError(
+            f"--activations {activations} without --smooth reads no text, but --nsamples or --seqlen is given",
+            "add --dataset to measure output errors on it, or leave them out",
+        )
+    recipe = QuantizeRecipe(
+        weights, activations, chosen, smooth, text, parse_dtype(dtype), tuple(ignore or ("lm_head",)), trust_remote_code
+    )
+    from tilepress.compress.targets import find_targets
+
+    screen.quiet_libraries()
+    targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
+    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
+    _write_artifact(checkpoint, recipe, targets, left, "quantizing", how)
 
 
 @app.command(epilog="Example: tilepress convert pruned -o dense --to dense")
@@ -265,7 +362,13 @@ def verify(
                     "path": str(model),
                     "passed": all(c.passed for c in checks),
                     "checks": [
-                        {"name": c.name, "looked_at": c.looked_at, "passed": c.passed, "findings": list(c.findings)}
+                        {
+                            "name": c.name,
+                            "looked_at": c.looked_at,
+                            "passed": c.passed,
+                            "findings": list(c.findings),
+                            "notes": list(c.notes),
+                        }
                         for c in checks
                     ],
                 },
@@ -281,7 +384,7 @@ def verify(
             )
         )
         for c in checks:
-            for finding in c.findings:
+            for finding in (*c.findings, *c.notes):
                 print(f"  {c.name}: {finding}")
     if not all(c.passed for c in checks):
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -305,6 +408,7 @@ def env(json_: Json = False) -> None:
     found["cards"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["cores"], found["threads"] = os.cpu_count(), torch.get_num_threads()
     found["sparse linears run on"] = "reference (decode, then dense product)"
+    found["INT8 linears run on"] = "reference (torch._int_mm)"
     print(
         json.dumps(found, indent=2)
         if json_
@@ -434,7 +538,9 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
             return
     facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json else screen.result_text(facts))
-    if recipe.command == "compress prune" and not how.quiet:
+    for warning in facts.get("calibration", {}).get("warnings", []):
+        say(f"warning: {warning}")
+    if recipe.command.startswith("compress") and not how.quiet:
         say(f"next: tilepress eval perplexity {how.output} --base {checkpoint.path}")
 
 
@@ -472,7 +578,7 @@ def main() -> None:
             code = _explain(error)
     if code == EXIT_INTERRUPTED:
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
-        writes = sys.argv[1:3] == ["compress", "prune"] or sys.argv[1:2] == ["convert"]
+        writes = sys.argv[1:2] in (["compress"], ["convert"])
         say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
     sys.exit(code)
 

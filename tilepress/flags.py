@@ -40,6 +40,23 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python cod
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 
 
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|HUB_ID",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].",
+        show_default=False,
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Windows of text.  [default: 128]", show_default=False)]
+Seqlen = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
+]
+Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
+
+
 def parse_device(name: str) -> str:
     """cpu, cuda or cuda:N as torch takes it; auto is the first card there is, else the CPU."""
     import torch

@@ -1,5 +1,6 @@
 """How words reach the terminal: progress, tables, errors. Only cli.py uses it. Words go to stderr, results to stdout."""
 
+import re
 import sys
 import time
 
@@ -122,14 +123,47 @@ def plan_text(facts: dict) -> str:
 def result_text(facts: dict) -> str:
     """What a command that wrote an artifact prints."""
     share = facts["bytes"] / facts["source_bytes"]
-    return "\n".join(
-        [
-            f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})",
-            f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights",
-            left_alone(facts["left_alone"]),
-            f"  wrote      {facts['output']} in {facts['seconds']:.1f} s",
-        ]
-    )
+    lines = [f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})"]
+    if "report" in facts:
+        lines += ["", quantization_text(facts["report"], facts.get("calibration")), ""]
+    else:
+        lines.append(f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights")
+    lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
+    return "\n".join(lines)
+
+
+def quantization_text(report: dict, calibration: dict | None) -> str:
+    """The five worst layers, and what calibration saw and left alone."""
+    layers = report["layers"]
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4%}"
+
+    rows = [
+        [layer["name"], f"{layer['snr_db'] or 0:.1f} dB", share(layer["clip_share"]), share(layer["output_error"])]
+        for layer in layers[:5]
+    ]
+    title = f"  {len(layers)} linear weights in INT8; the worst:"
+    lines = [table(title, ["weight", "weight SNR", "inputs clipped", "output error"], rows)]
+    if calibration is None:
+        lines.append("\n  output errors were not measured: no --dataset")
+        return "\n".join(lines)
+    lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
+    smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
+    alone = [item for item in calibration["inputs"] if "left_alone" in item]
+    if smoothed:
+        lines.append(
+            f"  smoothed   {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"
+        )
+    for reason in sorted({_general(item["left_alone"]) for item in alone}):
+        names = [item["weights"][0] for item in alone if _general(item["left_alone"]) == reason]
+        lines.append(f"  not smoothed {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
+    return "\n".join(lines)
+
+
+def _general(reason: str) -> str:
+    """A reason without the name of its layer, so that equal ones can be counted."""
+    return re.sub(r",? ?\S+\.\d+\.\S+?,? ", " ", reason).strip()
 
 
 def perplexity_text(result: dict) -> str:

@@ -38,7 +38,7 @@ from tilepress.formats.checkpoint import Checkpoint, linear_shape, read_json
 FACTS = "calibration.json"  # in the work folder
 _TENSORS = "calibration.safetensors"
 FEW_TOKENS = 128  # a linear layer that saw fewer is listed
-_SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
+SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 _PROBE = 32  # tokens of the short runs that find groups and try folds
 
 
@@ -216,7 +216,7 @@ def _observe(model, layer, modules, inputs, hidden, ranges: bool, keep: bool = F
     """Runs all windows; what each input looked like goes to its `stats`. Returns the layer's outputs if they are kept."""
     handles = []
     for item in inputs:
-        item.stats = InputStats(_SAMPLED_ROWS, seed=item.number)
+        item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
 
         def see(_, args, item=item) -> None:
             item.stats.add(args[0], item.group.linears[0], counting=ranges)
@@ -240,7 +240,7 @@ class _Input:
     def __init__(self, group: Group, settings: Settings, dtype: torch.dtype, number: int):
         self.group, self.settings, self.dtype, self.number = group, settings, dtype, number
         self.scheme = settings.scheme
-        self.stats: InputStats = InputStats(_SAMPLED_ROWS, seed=number)
+        self.stats: InputStats = InputStats(SAMPLED_ROWS, seed=number)
         self.factors: Tensor | None = None  # of the producer's output channels
         self.alpha: float | None = None
         self.left_alone = group.reason

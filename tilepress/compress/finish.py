@@ -50,7 +50,7 @@ def _finish(plan: Plan) -> dict | None:
         ),
         "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
         "tensors": sorted(tensors, key=lambda t: t["name"]),
-    } | plan.recipe.describe(plan)
+    } | plan.recipe.describe(plan, tensors)
     write_atomic(plan.output / "README.md", model_card(manifest).encode(), plan.work)
     total = sum(tensor["bytes"] for tensor in tensors)
     weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
@@ -96,10 +96,12 @@ def _copy_other_files(plan: Plan) -> list[str]:
 def model_card(manifest: dict) -> str:
     """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
     base = manifest["source"]["name"]
-    packed = [t for t in manifest["tensors"] if t["layout"] != "dense"]
+    packed = [t for t in manifest["tensors"] if t["layout"] == "tiled-csl"]
+    int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
     total = sum(t["bytes"] for t in manifest["tensors"])
     changed = [t for t in manifest["tensors"] if "zeros" in t]
-    lines = ["---", "library_name: transformers", "tags: [tilepress" + (", sparse" if packed or changed else "") + "]"]
+    tags = ["tilepress", *(["sparse"] if packed or changed else []), *(["int8", "compressed-tensors"] if int8 else [])]
+    lines = ["---", "library_name: transformers", f"tags: [{', '.join(tags)}]"]
     if "/" in base:
         lines += [f"base_model: {base}", "base_model_relation: quantized"]
     lines += [
@@ -130,6 +132,20 @@ def model_card(manifest: dict) -> str:
             "```",
             "",
             "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights.",
+            "",
+        ]
+    if int8:
+        worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
+        lines += [
+            f"{len(int8)} linear weights are INT8 as compressed-tensors stores them (`int-quantized`)"
+            + (
+                ": vLLM, SGLang and transformers with the `compressed-tensors` package load the folder as it is;"
+                if not any("conv1d" in t for t in int8)
+                else ", but in layers (Conv1D) that it does not know: only tilepress loads them;"
+            )
+            + " `tilepress.load(DIR)` runs it on integers.",
+            "",
+            f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",
             "",
         ]
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]

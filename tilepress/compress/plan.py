@@ -63,6 +63,10 @@ class Recipe:
     def expected_density(self) -> float:
         return 1.0
 
+    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+        """Anonymous memory of a run, about."""
+        return 2 * max(t.elements * (self.dtype or t.dtype).itemsize for t in targets)
+
     def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict:
         """Looks at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
 
@@ -78,8 +82,8 @@ class Recipe:
         """A stored tensor that is no target's, as the result has it."""
         return Compressed(tensor, {})
 
-    def describe(self, plan: "Plan") -> dict:
-        """Further keys of the manifest, from what `prepare` left in the work folder."""
+    def describe(self, plan: "Plan", tensors: list[dict]) -> dict:
+        """Further keys of the manifest, from the records of its tensors and what `prepare` left in the work folder."""
         return {}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
@@ -160,7 +164,7 @@ class Plan:
             "nonzeros": nonzeros,
             "sparsity": 1 - nonzeros / sum(names.values()),
             "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
-        }
+        } | {key: manifest[key] for key in ("calibration", "report") if key in manifest}
 
 
 def make_plan(
@@ -186,7 +190,6 @@ def make_plan(
         "targets": [target.name for target in targets],
         "source": [[e.name, e.file, str(e.dtype), e.shape] for e in checkpoint.tensors.values()],
     }
-    largest = max(t.elements * (recipe.dtype or t.dtype).itemsize for t in targets)
     return Plan(
         checkpoint.path,
         checkpoint.name,
@@ -198,7 +201,7 @@ def make_plan(
         sum(e.nbytes for e in checkpoint.tensors.values()),
         sum(_expected_bytes(job, recipe) for shard in shards for job in shard.jobs)
         + sum((checkpoint.path / path).stat().st_size for path in other_files(checkpoint.path)),
-        2 * largest + (128 << 20),
+        recipe.peak_bytes(checkpoint, targets) + (128 << 20),
     )
 
 

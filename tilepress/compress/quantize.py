@@ -4,12 +4,14 @@ Weights are symmetric per output channel or per tensor. Activations found at run
 calibrated (calibrate.py). The artifact is compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us.
 """
 
+import math
+import re
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibrate import Calibration, Settings, calibrate
+from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.calibration import Text
 from tilepress.compress.layouts import Compressed, Int8Layout, Layout
 from tilepress.compress.observe import Observer
@@ -149,8 +151,26 @@ class QuantizeRecipe(Recipe):
         dtype = self.dtype or tensor.dtype
         return Compressed((tensor.to(dtype).float() / divisors).to(dtype), {"smoothed": True})
 
-    def describe(self, plan: Plan) -> dict:
-        return {} if self.text is None else {"calibration": Calibration(plan.work).facts}
+    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+        """Writing: a weight as stored, its codes, and in float32 if it is folded. Calibrating: see the terms."""
+        wide = 4 if self.smooth != "off" or self.activations == "channel" else 0
+        writing = max(t.elements * ((self.dtype or t.dtype).itemsize + 1 + wide) for t in targets)
+        if self.text is None:
+            return writing
+        layers: dict[str, list[Target]] = {}
+        for target in targets:
+            layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
+        layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
+        outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
+        hidden = self.text.nsamples * self.text.seqlen * min(t.cols for t in targets) * targets[0].dtype.itemsize
+        widest = max(t.cols for t in targets)
+        window = 4 * self.text.seqlen * widest * 8  # a forward pass and its statistics
+        rows = max(sum(t.cols for t in found) for found in layers.values()) * SAMPLED_ROWS * 4 * 3
+        return max(writing, layer + 2 * outside + 2 * hidden + window + rows + 3 * 4 * max(t.elements for t in targets))
+
+    def describe(self, plan: Plan, tensors: list[dict]) -> dict:
+        facts = {} if self.text is None else {"calibration": Calibration(plan.work).facts}
+        return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D), so that no loader without us takes codes for weights."""
@@ -161,6 +181,30 @@ class QuantizeRecipe(Recipe):
                 key: config[key] for key in ("config_groups", "ignore")
             }
         return config
+
+
+def report(tensors: list[dict], calibration: dict | None) -> dict:
+    """How well each weight came through: {"layers": [{name, snr_db, clip_share, output_error}, …], "worst": five names}.
+
+    `snr_db` is of the weight, `clip_share` of its input's values (None unless static), `output_error` relative on calibration text (None
+    without). Worst first by output error where there is one, else by SNR.
+    """
+    inputs = {name: item for item in (calibration or {}).get("inputs", []) for name in item["weights"]}
+    layers = []
+    for record in tensors:
+        if record["layout"] == "int8":
+            seen = inputs.get(record["name"], {})
+            snr = -20 * math.log10(record["error"]) if record["error"] else None
+            layers.append(
+                {
+                    "name": record["name"],
+                    "snr_db": snr and round(snr, 2),
+                    "clip_share": seen.get("clip_share"),
+                    "output_error": seen.get("output_error", {}).get(record["name"]),
+                }
+            )
+    layers.sort(key=lambda layer: (-(layer["output_error"] or 0.0), layer["snr_db"] or math.inf, layer["name"]))
+    return {"layers": layers, "worst": [layer["name"] for layer in layers[:5]]}
 
 
 def _is_alpha(text: str) -> bool:

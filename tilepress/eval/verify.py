@@ -7,20 +7,29 @@ from pathlib import Path
 
 import torch
 
-from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats import TilepressError, dtype_name, int8
 from tilepress.formats.artifact import sha256_file
-from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, Checkpoint, Weight, read_header, read_manifest
+from tilepress.formats.checkpoint import (
+    DTYPE_NAMES,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    Checkpoint,
+    Weight,
+    read_header,
+    read_manifest,
+)
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, how often, and what was wrong with it."""
+    """One thing that was looked at, how often, and what was wrong with it; `notes` are worth knowing, and not wrong."""
 
     name: str
     looked_at: int
     findings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -57,10 +66,13 @@ def verify(
         return [*checks, Check("index", 1, (error.message,))]
     checks.append(Check("index", len(checkpoint.tensors), ()))
     checks.append(_weights(checkpoint, weights, manifest if declared else None, progress))
+    if any(weight.layout == "int8" for weight in weights.values()):
+        checks.append(_vllm(checkpoint))
     if source:
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
         pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
-        checks.append(_against(checkpoint, weights, source, pruned, progress))
+        smoothed = {record["name"] for record in manifest["tensors"] if record.get("smoothed")}
+        checks.append(_against(checkpoint, weights, source, pruned, smoothed, progress))
     if reload:
         sound = all(check.passed for check in checks)
         checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
@@ -156,10 +168,26 @@ def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
     return found | examined, problems
 
 
+def _vllm(checkpoint: Checkpoint) -> Check:
+    """The rules by which vLLM accepts an INT8 artifact."""
+    config = checkpoint.config.get("quantization_config", {})
+    if config.get("quant_method") != int8.METHOD:
+        return Check("vLLM's rules", 0, (), (f"quant_method is {config.get('quant_method')}: only tilepress loads it",))
+    tensors = {e.name: (DTYPE_NAMES[e.dtype], e.shape) for e in checkpoint.tensors.values()}
+    findings, notes = int8.vllm_findings(config, tensors, checkpoint.read)
+    return Check("vLLM's rules", len(tensors), tuple(findings), tuple(notes))
+
+
 def _against(
-    checkpoint: Checkpoint, weights: dict[str, Weight], source: Checkpoint, pruned: set[str], progress: Progress
+    checkpoint: Checkpoint,
+    weights: dict[str, Weight],
+    source: Checkpoint,
+    pruned: set[str],
+    smoothed: set[str],
+    progress: Progress,
 ) -> Check:
-    """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype."""
+    """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype; int8 codes must be
+    the nearest. Smoothed tensors hold other numbers of the same function: they are not compared."""
     findings = []
     findings += [f"{name} of the base is missing" for name in sorted(set(source.weights) - set(weights))]
     for done, weight in enumerate(weights.values()):
@@ -167,8 +195,15 @@ def _against(
         if weight.name not in source.weights:
             findings.append(f"{weight.name} is not in the base")
             continue
+        if weight.name in smoothed:
+            continue
         try:
-            ours, theirs = checkpoint.dense(weight), source.dense(source.weights[weight.name])
+            theirs = source.dense(source.weights[weight.name])
+            if weight.layout == "int8" and source.weights[weight.name].layout != "int8":
+                ours, scale = (checkpoint.read(entry.name) for entry in weight.entries[:2])
+                theirs = int8.quantize(theirs, scale) if ours.shape == theirs.shape else theirs
+            else:
+                ours = checkpoint.dense(weight)
         except (TilepressError, RuntimeError) as error:
             findings.append(f"{weight.name}: {error}")
             continue
@@ -181,7 +216,9 @@ def _against(
             wrong += int((differs & (mine != 0) if weight.name in pruned else differs).sum())
         if wrong:
             findings.append(f"{weight.name}: {wrong} values differ from the base")
-    return Check("kept values equal the base", len(weights), tuple(findings))
+    skipped = len(smoothed & set(weights))
+    notes = (f"{skipped} smoothed tensors were not compared",) if skipped else ()
+    return Check("values equal the base", len(weights) - skipped, tuple(findings), notes)
 
 
 def _reload(path: Path, count: int) -> Check:
