@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
 .PHONY: demo test clean
 
@@ -16,8 +17,12 @@ test: $(READY)
 clean:
 	rm -rf $(VENV)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; hint: make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@# Readers that the tests load INT8 artifacts with, each in a folder of its own that only their processes see.
+	for version in $(COMPRESSED_TENSORS); do \
+	    $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/compressed-tensors/$$version compressed-tensors==$$version || exit 1; \
+	done
 	touch $(READY)

@@ -15,9 +15,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tilepress import demo, screen
 from tilepress.cli import _explain, app
+from tilepress.compress.calibration import Text
 from tilepress.compress.finish import finish
-from tilepress.compress.plan import make_plan, open_output
+from tilepress.compress.plan import Recipe, make_plan, open_output
 from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.quantize import QuantizeRecipe
 from tilepress.compress.shards import run_shards
 from tilepress.compress.targets import find_targets
 from tilepress.formats.checkpoint import Checkpoint
@@ -70,16 +72,28 @@ def command(*words, **kwargs) -> subprocess.Popen:
     )
 
 
-def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict:
-    """Prunes through the library; returns the manifest."""
-    recipe = PruneRecipe(sparsity, **settings)
+def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu") -> dict:
+    """Writes an artifact through the library; returns the manifest."""
     checkpoint = Checkpoint(source)
     targets, left = find_targets(checkpoint, recipe.ignore)
     recipe.check(checkpoint, targets, left)
     plan = make_plan(checkpoint, output, recipe, targets, left)
     open_output(plan, resume=False, overwrite=False)
-    run_shards(plan)
+    run_shards(plan, device=device)
     return finish(plan)
+
+
+def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict:
+    return run_recipe(PruneRecipe(sparsity, **settings), source, output)
+
+
+def quantize(source: Path, output: Path, device: str = "cpu", **settings) -> dict:
+    return run_recipe(QuantizeRecipe(**settings), source, output, device)
+
+
+def few_words(nsamples: int = 8, seqlen: int = 64, dataset: Path = demo.TEXT) -> Text:
+    """Text to calibrate random models with."""
+    return Text(str(dataset), nsamples, seqlen)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 
 _COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
 _GQA = _COMMON | {"hidden_size": 128, "intermediate_size": 200, "num_key_value_heads": 2}
@@ -56,4 +60,14 @@ def build(path: Path, family: str, dtype: torch.dtype, shard_size: str, changes:
                 parameter.uniform_(0.5, 1.5)  # biases and norms that matter
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size=shard_size)
+    byte_tokenizer().save_pretrained(path)
     return path
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A token for each byte, and one that starts a text: fits any vocabulary of 257 and more."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({"<s>": 0} | {letter: 1 + i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")

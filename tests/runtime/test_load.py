@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
+from tilepress.experts import SeparateExperts
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime.loader import paths
-from tilepress.runtime.modules import PackedExperts, TiledCSLLinear
+from tilepress.runtime.modules import TiledCSLLinear
 
 IDS = torch.arange(40).view(2, 20) + 7
 
@@ -38,7 +39,7 @@ def test_packed_model_equals_the_masked_dense_one(checkpoint_of, tmp_path, famil
     assert paths(packed)["tiled_csl_spmm reference on cpu"] == expected
     if packed.config.tie_word_embeddings:
         assert packed.get_output_embeddings().weight is packed.get_input_embeddings().weight
-    assert any(isinstance(m, PackedExperts) for m in packed.modules()) == (family in ("mixtral", "qwen3-moe"))
+    assert any(isinstance(m, SeparateExperts) for m in packed.modules()) == (family in ("mixtral", "qwen3-moe"))
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral"])

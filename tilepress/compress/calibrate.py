@@ -194,13 +194,16 @@ def _calibrate_layer(
             raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
         inputs = [_Input(group, settings, dtype, number) for number, group in enumerate(groups)]
         if smooth:
-            _observe(model, layer, modules, inputs, hidden, ranges=False)
+            # The outputs are those of the unfolded layer, so that a resumed run, which has no factors, computes the same.
+            outputs = _observe(model, layer, modules, inputs, hidden, ranges=False, keep=not last)
             for item in inputs:
                 item.choose_factors(modules)
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
-        outputs = _observe(model, layer, modules, inputs, hidden, ranges=True, keep=not last)
+            _observe(model, layer, modules, inputs, hidden, ranges=True)
+        else:
+            outputs = _observe(model, layer, modules, inputs, hidden, ranges=True, keep=not last)
         for item in inputs:
             item.choose_range(inputs, names)
             item.measure(modules)

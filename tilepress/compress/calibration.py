@@ -54,7 +54,12 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
 
 
 def token_ids(
-    tokenizer, source: str, at_least: int | None = None, joiner: str = "\n\n", seed: int | None = None
+    tokenizer,
+    source: str,
+    at_least: int | None = None,
+    joiner: str = "\n\n",
+    seed: int | None = None,
+    special_tokens: bool = True,
 ) -> list[int]:
     """The documents joined and tokenized at once; with `at_least`, no more of the text than gives so many tokens."""
     parts: list[str] = []
@@ -63,14 +68,14 @@ def token_ids(
         parts.append(text)
         length += len(text)
         if wanted is not None and length > wanted:
-            ids = tokenizer(joiner.join(parts))["input_ids"]
+            ids = tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
             # The last document may be cut differently with what follows it: ask for a few tokens more than needed.
             if len(ids) > at_least + 64:
                 return ids
             wanted *= 2
     if not parts:
         raise UsageError(f"{source} has no documents", "give another --dataset")
-    return tokenizer(joiner.join(parts))["input_ids"]
+    return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Text:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
         start = tokenizer("")["input_ids"][:1]
         step = self.seqlen - len(start)
-        ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed)
+        ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed, special_tokens=False)
         windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
         if len(windows) > 1 and len(windows[-1]) < self.seqlen:
             windows.pop()

@@ -29,6 +29,7 @@ from tilepress.formats.checkpoint import (
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
+_HEADER_BYTES = 160  # of a tensor in a shard's header and in the index, beside its name
 _WEIGHT_SUFFIXES = (
     *PICKLE_SUFFIXES,
     ".h5",
@@ -217,10 +218,12 @@ def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
 
 
 def _expected_bytes(job: Job, recipe: Recipe) -> int:
+    planned = planned_tensors(job, recipe)
+    headers = sum(_HEADER_BYTES + 2 * len(tensor.name) for tensor in planned)
     if job.target is None:
-        return sum(tensor.max_nbytes for tensor in planned_tensors(job, recipe))
+        return headers + sum(tensor.max_nbytes for tensor in planned)
     dtype = recipe.dtype or job.target.dtype
-    return recipe.layout().expected_bytes(job.target, dtype, recipe.expected_density())
+    return headers + recipe.layout().expected_bytes(job.target, dtype, recipe.expected_density())
 
 
 def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:

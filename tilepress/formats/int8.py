@@ -150,7 +150,7 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Te
 def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:
     """The scale that quantizing at run time uses, float32 absmax / 127.5 as compressed-tensors defines it: [..., 1] or [1].
 
-    The largest value lands on 127.5: it saturates to 127 (a negative one rounds to -128).
+    The largest value lands on 127.5, give or take a rounding: it becomes 127, a negative one -127 or -128.
     """
     absmax = x.abs().amax(dim=-1, keepdim=True) if per_token else x.abs().amax().reshape(1)
     scale = absmax.float() / 127.5

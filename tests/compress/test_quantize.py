@@ -1,0 +1,443 @@
+"""`compress quantize`: what it costs in perplexity, what the artifact declares, resuming, bad input."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import few_words, quantize
+from outliers import add_outliers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tilepress
+from tilepress import demo
+from tilepress.compress import shards
+from tilepress.compress.calibration import Text
+from tilepress.compress.finish import finish
+from tilepress.compress.observe import Observer
+from tilepress.compress.plan import make_plan, open_output
+from tilepress.compress.quantize import CHOICES, QuantizeRecipe
+from tilepress.compress.targets import find_targets
+from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.verify import verify
+from tilepress.formats import TilepressError, UsageError, int8
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.runtime.loader import paths
+
+TEXT = few_words()
+STATIC = {"activations": "tensor", "text": TEXT}
+SCHEMES = {
+    "token": {},
+    "weights-tensor": {"weights": "tensor"},
+    "static": STATIC,
+    "asymmetric": {"activations": "tensor-asym", "text": TEXT},
+    "channel": {"activations": "channel", "text": TEXT},
+    "dynamic-tensor": {"activations": "tensor-dynamic"},
+    "weight-only": {"activations": "none"},
+    "smoothed": STATIC | {"smooth": "auto"},
+    "token-smoothed": {"text": TEXT, "smooth": "0.5"},
+    "percentile": STATIC | {"observer": Observer("percentile", 99.99)},
+}
+
+
+def digest(folder) -> dict[str, str]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def increase(artifact, base, seqlen=512, limit=6) -> float:
+    """Relative rise of perplexity over the dense model, both computed in float32."""
+    model, dense = (tilepress.load(path, dtype=torch.float32) for path in (artifact, base))
+    assert any("w8a" in path for path in paths(model))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    scores = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", seqlen, None, limit), dense)
+    return scores["perplexity"] / scores["base"]["perplexity"] - 1
+
+
+CALIBRATION = few_words(nsamples=24, seqlen=512)
+
+
+@pytest.mark.parametrize(
+    "settings,most",
+    [
+        ({}, 0.005),
+        ({"activations": "none"}, 0.002),
+        ({"activations": "tensor", "text": CALIBRATION}, 0.03),
+        ({"activations": "tensor", "text": CALIBRATION, "smooth": "auto"}, 0.02),
+        ({"activations": "channel", "text": CALIBRATION}, 0.02),
+    ],
+)
+def test_what_it_costs(tiny, tmp_path, settings, most):
+    quantize(tiny, tmp_path / "out", **settings)
+    assert -0.005 < increase(tmp_path / "out", tiny) < most
+
+
+def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path):
+    source = add_outliers(tiny, tmp_path / "outliers")
+    ids = torch.arange(200)[None] + 100
+    with torch.no_grad():
+        plain, moved = (
+            AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (tiny, source)
+        )
+    torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-4)
+    costs = {}
+    for name, settings in {
+        "static": {"activations": "tensor"},
+        "smoothed": {"activations": "tensor", "smooth": "auto"},
+        "channel": {"activations": "channel"},
+        "token": {"smooth": "auto"},
+    }.items():
+        quantize(source, tmp_path / name, text=CALIBRATION, **settings)
+        costs[name] = increase(tmp_path / name, tiny, limit=4)
+    assert costs["static"] > 0.2
+    assert costs["smoothed"] < 0.02 and costs["channel"] < 0.02 and costs["token"] < 0.01
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("scheme", ["token", "asymmetric", "smoothed"])
+def test_every_family_and_its_manifest(checkpoint_of, tmp_path, family, scheme):
+    source, settings = checkpoint_of(family), SCHEMES[scheme]
+    manifest = quantize(source, tmp_path / "out", **settings)
+    checks = verify(tmp_path / "out", source)
+    assert [f for c in checks for f in c.findings] == []
+    targets, _ = find_targets(Checkpoint(source))
+    records = {r["name"]: r for r in manifest["tensors"]}
+    assert {n for n, r in records.items() if r["layout"] == "int8"} == {t.name for t in targets}
+    layers = manifest["report"]["layers"]
+    assert {x["name"] for x in layers} == {t.name for t in targets} and len(manifest["report"]["worst"]) == 5
+    assert all(30 < x["snr_db"] < 70 for x in layers)
+    if "text" in settings:
+        inputs = manifest["calibration"]["inputs"]
+        assert {name for item in inputs for name in item["weights"]} == {t.name for t in targets}
+        assert all(0 < x["output_error"] < 0.2 for x in layers if x["output_error"] is not None)
+        assert all(0 <= x["clip_share"] < 0.05 for x in layers if x["clip_share"] is not None)
+        for item in inputs:
+            assert item["tokens"] == 0 or item["low"] <= item["high"]
+            if scheme == "smoothed":
+                assert (item["alpha"] is None) == ("left_alone" in item)
+    logits = tilepress.load(tmp_path / "out", dtype=torch.float32)(torch.arange(40)[None]).logits
+    exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(torch.arange(40)[None]).logits
+    assert float((logits - exact).norm() / exact.norm()) < 0.2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stored_tensors_are_the_formats(checkpoint_of, tmp_path, scheme):
+    source = checkpoint_of("llama")
+    manifest = quantize(source, tmp_path / "out", **SCHEMES[scheme])
+    checkpoint, config = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path / "out").config["quantization_config"]
+    found = int8.scheme_of(config)
+    assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
+    smoothed = {r["name"] for r in manifest["tensors"] if r.get("smoothed")}
+    assert bool(smoothed) == (scheme in ("smoothed", "channel", "token-smoothed"))
+    for name, weight in checkpoint.weights.items():
+        if weight.layout != "int8":
+            continue
+        codes, scale = checkpoint.read(name), checkpoint.read(name + "_scale")
+        assert scale.dtype == torch.bfloat16
+        assert scale.shape == ((codes.shape[0], 1) if found.weights == "channel" else (1,))
+        original = Checkpoint(source).read(name)
+        if name not in smoothed:
+            expected = torch.round(original.double() / scale.double())
+            assert int((codes.double() - expected).abs().max()) == 0
+        stem = name.removesuffix(".weight")
+        assert (f"{stem}.input_scale" in checkpoint.tensors) == found.static
+        assert (f"{stem}.input_zero_point" in checkpoint.tensors) == found.asymmetric
+    if found.static:
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            block = "self_attn" if "q_proj" in names else "mlp"
+            for layer in range(2):
+                values = {float(checkpoint.read(f"model.layers.{layer}.{block}.{n}.input_scale")) for n in names}
+                assert len(values) == 1
+
+
+def test_static_ranges_are_those_of_the_model(checkpoint_of, tmp_path):
+    """Ranges of minmax against hooks on the whole model, run over the same windows."""
+    source = checkpoint_of("qwen2", torch.float32)
+    manifest = quantize(source, tmp_path / "out", **STATIC | {"observer": Observer("minmax")})
+    model, seen = AutoModelForCausalLM.from_pretrained(source), {}
+
+    def see(name):
+        def hook(_, args):
+            low, high = seen.get(name, (math.inf, -math.inf))
+            seen[name] = (min(low, float(args[0].min())), max(high, float(args[0].max())))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(see(f"{name}.weight"))
+    with torch.no_grad():
+        for window in TEXT.windows(AutoTokenizer.from_pretrained(source)):
+            model(torch.tensor([window]))
+    for item in manifest["calibration"]["inputs"]:
+        for name in item["weights"]:
+            assert (item["low"], item["high"]) == pytest.approx(seen[name], rel=1e-4)
+        reach = max(-item["low"], item["high"])
+        assert item["scale"] == pytest.approx(reach / 127, rel=1e-3) and item["tokens"] == 8 * 64
+        stem = item["weights"][0].removesuffix(".weight")
+        assert float(Checkpoint(tmp_path / "out").read(f"{stem}.input_scale")) == item["scale"]
+
+
+def test_smoothed_artifact_computes_the_source(checkpoint_of, tmp_path, cli):
+    """Its weights, taken back to floating point, give the source's logits but for the rounding of weights."""
+    source, ids, errors = checkpoint_of("llama-tied", torch.float32), torch.arange(60)[None], {}
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+        for smooth in ("off", "0.6"):
+            quantize(source, tmp_path / smooth, **STATIC | {"smooth": smooth})
+            assert cli("convert", tmp_path / smooth, "-o", tmp_path / f"{smooth}-dense", "--to", "dense").code == 0
+            logits = AutoModelForCausalLM.from_pretrained(tmp_path / f"{smooth}-dense")(ids).logits
+            errors[smooth] = float((logits - exact).norm() / exact.norm())
+    assert 0 < errors["0.6"] < 2 * errors["off"] < 0.02
+
+
+def test_the_same_run_gives_the_same_bytes_and_resumes(checkpoint_of, tmp_path, monkeypatch):
+    """Stops before the n-th rename for every n, among them each layer's calibration."""
+    source = checkpoint_of("llama", shard_size="1MB")
+    settings = {"activations": "tensor", "smooth": "0.5", "text": few_words(2, 32)}
+    quantize(source, tmp_path / "whole", **settings)
+    expected, real, steps = digest(tmp_path / "whole"), os.replace, 0
+
+    class Killed(BaseException):
+        pass
+
+    while True:
+        output, left = tmp_path / f"stopped-{steps}", steps
+
+        def replace(source, target):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(shards.ShardWriter, "abandon", lambda self: self._file.close())
+        try:
+            quantize(source, output, **settings)
+        except Killed:
+            pass
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+        if not (output / "config.json").exists():
+            with pytest.raises(TilepressError):
+                tilepress.load(output)
+        checkpoint = Checkpoint(source)
+        plan = make_plan(checkpoint, output, QuantizeRecipe(**settings), *find_targets(checkpoint))
+        if open_output(plan, resume=True, overwrite=False):
+            shards.run_shards(plan)
+            finish(plan)
+        assert digest(output) == expected, f"stopped before rename {steps}"
+        shutil.rmtree(output)
+        steps += 1
+    assert steps > 12
+
+
+def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli):
+    source, words = (
+        checkpoint_of("llama"),
+        ["--activations", "channel", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64],
+    )
+    assert cli("compress", "quantize", source, "-o", tmp_path / "one", *words).code == 0
+    assert cli("compress", "quantize", source, "-o", tmp_path / "two", "--workers", 2, *words).code == 0
+    early = cli("compress", "quantize", source, "-o", tmp_path / "ranks", "--rank", 1, "--world-size", 2, *words)
+    assert early.code == 2 and "rank 0 calibrates" in early.err
+    for rank in (0, 1):
+        ran = cli("compress", "quantize", source, "-o", tmp_path / "ranks", "--rank", rank, "--world-size", 2, *words)
+        assert ran.code == 0, ran.err
+    assert digest(tmp_path / "one") == digest(tmp_path / "two") == digest(tmp_path / "ranks")
+
+
+def test_dry_run_and_result(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama")
+    words = ["--activations", "tensor", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64, "--smooth", "auto"]
+    plan = cli("compress", "quantize", source, "-o", tmp_path / "out", *words, "--dry-run", "--json").json
+    assert not (tmp_path / "out").exists() and len(plan["layers"]) == 14
+    ran = cli("compress", "quantize", source, "-o", tmp_path / "out", *words, "--json")
+    assert ran.code == 0 and ran.json["report"]["worst"] and ran.json["calibration"]["tokens"] == 256
+    assert "eval perplexity" in ran.err
+    stored = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert stored <= plan["disk_bytes"] <= 1.5 * stored + 100_000
+    text = cli("compress", "quantize", source, "-o", tmp_path / "again", *words).out
+    assert "weight SNR" in text and ran.json["report"]["worst"][0] in text and "calibrated on 256 tokens" in text
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "compressed-tensors" in card and "Tiled-CSL" not in card
+    shown = cli("inspect", tmp_path / "out")
+    assert shown.code == 0 and "int8" in shown.out
+
+
+def test_converted_back_it_is_dense_and_rounded(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("gpt2")
+    quantize(source, tmp_path / "int8")
+    assert cli("convert", tmp_path / "int8", "-o", tmp_path / "dense", "--to", "dense").code == 0
+    back, original = Checkpoint(tmp_path / "dense"), Checkpoint(source)
+    assert "quantization_config" not in back.config and set(back.tensors) == set(original.tensors)
+    for name, entry in original.tensors.items():
+        assert back.tensors[name].shape == entry.shape and back.tensors[name].dtype == entry.dtype
+        torch.testing.assert_close(back.read(name).float(), original.read(name).float(), rtol=0.01, atol=0.01)
+
+
+def test_layers_left_alone_are_named_in_the_config(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("llama"), tmp_path / "out", ignore=("lm_head", "*.mlp.*"))
+    ignore = Checkpoint(tmp_path / "out").config["quantization_config"]["ignore"]
+    assert len(ignore) == 1 + 2 * 3 and "model.layers.1.mlp.down_proj" in ignore
+    assert all(check.passed for check in verify(tmp_path / "out", checkpoint_of("llama")))
+
+
+def test_gpt2_is_marked_as_ours_alone(checkpoint_of, tmp_path):
+    """compressed-tensors has no Conv1D: its loader would take codes for weights."""
+    quantize(checkpoint_of("gpt2"), tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").config["quantization_config"]["quant_method"] == "tilepress"
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"weights": "group"}, "--weights group"),
+        ({"activations": "row"}, "--activations row"),
+        ({"smooth": "1.5"}, "--smooth 1.5"),
+        ({"smooth": "nan"}, "--smooth nan"),
+        ({"smooth": "yes"}, "--smooth yes"),
+        ({"observer": Observer("mse")}, "finds its scales at run time"),
+        ({"observer": Observer("mse"), "activations": "none"}, "has none"),
+        ({"smooth": "auto", "activations": "none", "text": TEXT}, "not quantized"),
+        ({"smooth": "auto", "activations": "channel", "text": TEXT}, "one scale a channel already"),
+        ({"activations": "tensor"}, "need text"),
+        ({"smooth": "0.5"}, "need text"),
+    ],
+)
+def test_contradictions(settings, message):
+    with pytest.raises(UsageError) as error:
+        QuantizeRecipe(**settings)
+    assert message in error.value.message and error.value.hint
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--observer", "mse"], "finds its scales at run time"),
+        (["--percentile", "99.99"], "--observer percentile"),
+        (["--nsamples", "4"], "reads no text"),
+        (
+            ["--activations", "tensor", "--observer", "percentile", "--percentile", "50", "--dataset", "x"],
+            "not in 99.9",
+        ),
+        (["--activations", "tensor", "--dataset", "missing.jsonl"], "missing.jsonl"),
+        (["--activations", "tensor", "--dataset", demo.TEXT, "--nsamples", "0"], "--nsamples 0"),
+        (["--ignore", "k_proj"], "k_proj.weight"),
+        (["--ignore", "model.layers.1.mlp.up_proj"], "gate_proj.weight"),
+    ],
+)
+def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message):
+    ran = cli("compress", "quantize", checkpoint_of("llama"), "-o", tmp_path / "out", *words)
+    assert ran.code == 2 and message in ran.err and "hint: " in ran.err, ran.err
+    assert len(ran.err.strip().splitlines()) == 2
+    with pytest.raises(TilepressError):
+        tilepress.load(tmp_path / "out")
+
+
+def test_half_of_a_fused_group_names_both(checkpoint_of, tmp_path, cli):
+    err = cli("compress", "quantize", checkpoint_of("llama"), "-o", tmp_path / "out", "--ignore", "k_proj").err
+    assert "q_proj.weight" in err and "k_proj.weight" in err
+
+
+def test_already_quantized(checkpoint_of, tmp_path, cli):
+    quantize(checkpoint_of("llama"), tmp_path / "int8")
+    for command in (["compress", "quantize"], ["compress", "prune", "--sparsity", "0.5"]):
+        ran = cli(*command, tmp_path / "int8", "-o", tmp_path / "again")
+        assert ran.code == 2 and "quantized already" in ran.err
+
+
+def test_fewer_tokens_than_asked_are_used_and_told(checkpoint_of, tmp_path, cli):
+    text = tmp_path / "short.txt"
+    text.write_text("word " * 50)
+    source = checkpoint_of("llama")
+    words = ["--activations", "tensor", "--dataset", text, "--nsamples", 8, "--seqlen", 64]
+    ran = cli("compress", "quantize", source, "-o", tmp_path / "out", *words)
+    assert ran.code == 0 and "tokens of the 512 asked for" in ran.err
+    assert json.loads((tmp_path / "out" / "tilepress.json").read_text())["calibration"]["warnings"]
+    text.write_text("")
+    ran = cli("compress", "quantize", source, "-o", tmp_path / "none", *words)
+    assert ran.code == 2 and ("no tokens" in ran.err or "no documents" in ran.err)
+    text.write_text("abc")
+    manifest = quantize(source, tmp_path / "three", activations="tensor", text=few_words(8, 64, text))
+    assert sum("saw only" in warning for warning in manifest["calibration"]["warnings"]) == 8
+
+
+def test_experts_without_tokens_are_listed(checkpoint_of, tmp_path):
+    """Two tokens to each of two layers reach at most four of eight experts."""
+    text = tmp_path / "a.txt"
+    text.write_text("a")
+    source = checkpoint_of("mixtral", num_local_experts=8, num_experts_per_tok=1)
+    manifest = quantize(source, tmp_path / "out", activations="tensor", text=few_words(8, 64, text))
+    unseen = [i for i in manifest["calibration"]["inputs"] if i["tokens"] == 0]
+    assert len(unseen) >= 2 * 2 * 6 and all(i["scale"] > 0 for i in unseen)
+    warned = [w for w in manifest["calibration"]["warnings"] if "saw no token" in w]
+    assert len(warned) == len(unseen) and "other experts" in warned[0]
+    assert all(check.passed for check in verify(tmp_path / "out", source))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, STATIC])
+def test_non_finite_weights_are_named(checkpoint_of, tmp_path, bad, settings):
+    source = tmp_path / "bad"
+    shutil.copytree(checkpoint_of("llama"), source)
+    name = "model.layers.1.mlp.down_proj.weight"
+    shard = next(p for p in source.glob("*.safetensors") if name in load_file(p))
+    tensors = load_file(shard)
+    tensors[name][3, 5] = bad
+    shard.unlink()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(TilepressError) as error:
+        quantize(source, tmp_path / "out", **settings)
+    assert "model.layers.1.mlp.down_proj" in error.value.message
+    with pytest.raises(TilepressError):
+        tilepress.load(tmp_path / "out")
+
+
+def test_activations_that_overflow_name_the_layer(checkpoint_of, tmp_path):
+    source = tmp_path / "large"
+    shutil.copytree(checkpoint_of("llama", torch.float32), source)
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith(("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")):
+                tensors[name] *= 1e25
+        shard.unlink()
+        save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(TilepressError, match=r"layers\.0\.mlp\.down_proj is not finite"):
+        quantize(source, tmp_path / "out", **STATIC)
+
+
+def test_tokenizer_of_another_model(checkpoint_of, tiny, tmp_path):
+    source = tmp_path / "mixed"
+    shutil.copytree(checkpoint_of("llama"), source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny / name, source / name)
+    with pytest.raises(UsageError, match="the tokenizer gives token"):
+        quantize(source, tmp_path / "out", **STATIC)
+
+
+def test_every_choice_is_explained(cli):
+    ran = cli("compress", "quantize", "--help")
+    assert all(f"\n  {choice} " in ran.out for choice in CHOICES)
+
+
+def test_text_is_the_same_for_the_same_seed(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    one, same, other = (Text(str(demo.TEXT), 4, 128, seed).windows(tokenizer) for seed in (0, 0, 1))
+    assert one == same != other
+    assert (
+        all(len(window) == 128 and window[0] == tokenizer.bos_token_id for window in one)
+        or tokenizer("").input_ids == []
+    )
+    assert math.isclose(sum(map(len, one)), 512)

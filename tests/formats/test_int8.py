@@ -1,0 +1,236 @@
+"""The INT8 format: golden codes and scales, rules computed independently in numpy, configs that every reader parses, vLLM's rules."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilepress.formats import TilepressError, int8
+from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of, vllm_findings
+
+
+def test_golden_codes():
+    """The worked example of docs/format.md."""
+    weight = torch.tensor([[1.0, -0.5, 0.25, 2.0], [0.0, 0.0, 0.0, 0.0], [-3.0, 0.01, 1.5, 3.0]], dtype=torch.bfloat16)
+    scale = int8.weight_scale(weight, "channel", torch.bfloat16)
+    assert scale.view(torch.int16).tolist() == [[0x3C81], [0x3F80], [0x3CC2]]
+    codes = int8.quantize(weight, scale)
+    assert codes.tolist() == [[64, -32, 16, 127], [0, 0, 0, 0], [-127, 0, 63, 127]]
+    assert int8.weight_scale(weight, "tensor", torch.float32).tolist() == [np.float32(3) / np.float32(127)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+def test_weights_against_numpy(dtype, per):
+    weight = (torch.randn(70, 33, generator=torch.Generator().manual_seed(0)) * 0.03).to(dtype)
+    weight[5] = 0
+    scale = int8.weight_scale(weight, per, dtype)
+    w = weight.double().numpy()
+    absmax = np.abs(w).max(axis=1, keepdims=True) if per == "channel" else np.abs(w).max().reshape(1)
+    expected = torch.from_numpy(absmax / 127).float().to(dtype).double().numpy()
+    expected[absmax == 0] = 1
+    assert scale.shape == expected.shape and np.array_equal(scale.double().numpy(), expected)
+    codes = int8.quantize(weight, scale).numpy()
+    assert np.array_equal(codes, np.rint(w.astype(np.float32) / expected.astype(np.float32)).astype(np.int8))
+    assert codes.min() >= -127 and np.abs(codes).max() == 127
+    assert np.abs(codes * expected - w).max() <= 0.5001 * expected.max()
+
+
+def test_scales_below_what_float16_holds_stay_usable():
+    weight = torch.full((2, 4), 6e-8, dtype=torch.float16)
+    scale = int8.weight_scale(weight, "channel", torch.float16)
+    assert (scale >= torch.finfo(torch.float16).tiny).all() and torch.isfinite(weight.float() / scale.float()).all()
+
+
+def test_quantize_saturates_and_rounds_half_to_even():
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, 126.5, 127.5, 400.0, -128.5, -400.0, -0.0])
+    assert int8.quantize(x, torch.ones(1)).tolist() == [0, 2, 2, 0, 126, 127, 127, -128, -128, 0]
+    zero_point = torch.tensor([-3], dtype=torch.int8)
+    assert int8.quantize(x[:3], torch.ones(1), zero_point).tolist() == [-2, -2, 0]
+    back = int8.dequantize(torch.tensor([-3, 4], dtype=torch.int8), torch.tensor([0.5]), zero_point)
+    assert back.tolist() == [0.0, 3.5]
+
+
+@pytest.mark.parametrize("low,high", [(-1.0, 3.0), (0.5, 2.0), (-2.0, -0.5), (0.0, 0.0), (-1e-9, 7.0)])
+def test_asymmetric_range_is_covered_and_zero_is_exact(low, high):
+    scale, zero_point = int8.static_scale(low, high, True, torch.float32)
+    assert -128 <= int(zero_point) <= 127
+    ends = torch.tensor([min(low, 0.0), 0.0, max(high, 0.0)])
+    back = int8.dequantize(int8.quantize(ends, scale, zero_point), scale, zero_point)
+    assert float(back[1]) == 0.0
+    assert float((back - ends).abs().max()) <= 1.01 * float(scale) * (high > low)
+
+
+def test_dynamic_scales():
+    x = torch.tensor([[1.0, -2.0], [0.0, 0.0], [0.25, 0.125]], dtype=torch.bfloat16)
+    per_token = int8.dynamic_scale(x, True)
+    assert per_token.dtype == torch.float32 and per_token.shape == (3, 1)
+    assert per_token[0] == np.float32(2) / np.float32(127.5) and per_token[1] > 0
+    assert int8.dynamic_scale(x, False).tolist() == [np.float32(2) / np.float32(127.5)]
+    codes = int8.quantize(x, per_token).tolist()
+    assert codes[0][0] == 64 and codes[0][1] in (-127, -128) and codes[1:] == [[0, 0], [127, 64]]
+
+
+@pytest.mark.parametrize("weights", ["channel", "tensor"])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_config_tells_the_scheme(weights, activations):
+    scheme = Int8Scheme(weights, activations)
+    config = json.loads(json.dumps(scheme.quantization_config(["lm_head"])))
+    assert scheme_of(config) == scheme
+    # as llm-compressor writes it
+    group = config["config_groups"]["group_0"]
+    group |= {"output_activations": None, "format": "int-quantized"}
+    for part in ("weights", "input_activations"):
+        if part in group:
+            group[part] |= {"group_size": None, "actorder": None, "observer": "minmax", "observer_kwargs": {}}
+    group.setdefault("input_activations", None)
+    config |= {"kv_cache_scheme": None, "sparsity_config": {}, "version": "0.17.0"}
+    assert scheme_of(config) == scheme
+
+
+def _with(path: str, value):
+    def change(config):
+        *parents, last = path.split(".")
+        for key in parents:
+            config = config[key]
+        config[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_with("quantization_status", "frozen"), "quantization_status"),
+        (_with("format", "pack-quantized"), "format"),
+        (_with("config_groups", {}), "one group"),
+        (_with("config_groups", []), "one group"),
+        (_with("config_groups.group_0.targets", ["re:.*"]), "targets"),
+        (_with("config_groups.group_0.weights", None), "weights"),
+        (_with("config_groups.group_0.weights.num_bits", 4), "8-bit"),
+        (_with("config_groups.group_0.weights.type", "float"), "8-bit"),
+        (_with("config_groups.group_0.weights.symmetric", False), "symmetric"),
+        (_with("config_groups.group_0.weights.strategy", "group"), "per channel"),
+        (_with("config_groups.group_0.input_activations.strategy", "group"), "input_activations"),
+        (_with("config_groups.group_0.input_activations.dynamic", False), "input_activations"),
+        (_with("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme"),
+    ],
+)
+def test_configs_of_other_schemes_are_refused(change, message):
+    config = Int8Scheme().quantization_config([])
+    change(config)
+    with pytest.raises(TilepressError, match=message):
+        scheme_of(config)
+
+
+PACKAGES = Path(sys.prefix) / "compressed-tensors"
+NEWEST = "0.20.0"
+
+
+@pytest.mark.parametrize("version", ["0.9.4", "0.15.0", NEWEST])
+def test_every_version_of_compressed_tensors_parses_the_config(version):
+    if not (PACKAGES / version).exists():
+        pytest.skip("`make test` installs compressed-tensors for this")
+    configs = [Int8Scheme(w, a).quantization_config(["lm_head"]) for w in ("channel", "tensor") for a in ACTIVATIONS]
+    script = (
+        "import sys, json, importlib.metadata\n"
+        "from compressed_tensors.quantization import QuantizationConfig\n"
+        f"assert importlib.metadata.version('compressed-tensors') == {version!r}\n"
+        "for config in json.load(sys.stdin):\n"
+        "    found = QuantizationConfig.model_validate(config).config_groups['group_0']\n"
+        "    assert found.weights.num_bits == 8 and found.weights.symmetric\n"
+        "    print(str(found.weights.strategy), found.input_activations and found.input_activations.dynamic)\n"
+        "assert 'tilepress' not in sys.modules\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        input=json.dumps(configs),
+        env={"PYTHONPATH": str(PACKAGES / version), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.splitlines()) == 10
+
+
+DYNAMIC = Int8Scheme()
+
+
+def artifact(scheme=DYNAMIC, drop=(), **changes):
+    """Headers of an artifact with one layer, and its small tensors."""
+    tensors, values = {"lm_head.weight": ("BF16", (8, 4))}, {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        path = f"model.layers.0.{name}"
+        tensors[f"{path}.weight"] = ("I8", (6, 4))
+        tensors[f"{path}.weight_scale"] = ("BF16", (6, 1) if scheme.weights == "channel" else (1,))
+        if scheme.static:
+            tensors[f"{path}.input_scale"] = ("BF16", (1,))
+            values[f"{path}.input_scale"] = torch.tensor([0.5])
+        if scheme.asymmetric:
+            tensors[f"{path}.input_zero_point"] = ("I8", (1,))
+            values[f"{path}.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    for name, value in changes.items():
+        name = f"model.layers.0.{name.replace('__', '.')}"
+        if isinstance(value, tuple):
+            tensors[name] = value
+        else:
+            values[name] = value
+    tensors = {name: entry for name, entry in tensors.items() if not any(part in name for part in drop)}
+    return scheme.quantization_config(["lm_head"]), tensors, values.__getitem__
+
+
+@pytest.mark.parametrize("weights", ["channel", "tensor"])
+@pytest.mark.parametrize("activations", ["token", "tensor", "tensor-asym"])
+def test_vllm_takes_what_is_written(weights, activations):
+    assert vllm_findings(*artifact(Int8Scheme(weights, activations))) == ([], [])
+
+
+@pytest.mark.parametrize("activations", ["none", "tensor-dynamic"])
+def test_schemes_without_a_vllm_kernel_are_noted(activations):
+    findings, notes = vllm_findings(*artifact(Int8Scheme("channel", activations)))
+    assert findings == [] and "no kernel" in notes[0]
+
+
+STATIC = Int8Scheme("channel", "tensor")
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (artifact(self_attn__q_proj__weight_scale=("BF16", (6,))), "q_proj.weight_scale is [6]"),
+        (artifact(drop=("k_proj.weight_scale",)), "k_proj.weight_scale is missing"),
+        (artifact(STATIC, drop=("k_proj.input_scale",)), "k_proj.input_scale is missing"),
+        (artifact(mlp__up_proj__input_scale=("BF16", (1,))), "up_proj.input_scale is there"),
+        (artifact(STATIC, mlp__up_proj__input_scale=torch.tensor([0.25])), "their input scales differ"),
+        (
+            artifact(Int8Scheme("channel", "tensor-asym"), mlp__up_proj__input_zero_point=torch.tensor([4])),
+            "their input scales differ",
+        ),
+        (artifact(self_attn__v_proj__weight=("BF16", (6, 4)), drop=("v_proj.weight_scale",)), "one GEMM, but only"),
+        (artifact(Int8Scheme("channel", "tensor-asym"), mlp__up_proj__input_zero_point=("I32", (1,))), "is I32"),
+    ],
+)
+def test_vllm_rules(args, message):
+    findings, _ = vllm_findings(*args)
+    assert any(message in finding for finding in findings), findings
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_with("ignore", []), "lm_head is float but not in"),
+        (_with("ignore", ["lm_head", "model.layers.0.mlp.up_proj"]), "quantized but in `ignore`"),
+        (_with("quantization_status", "initialized"), "quantization_status"),
+        (_with("sparsity_config", {"format": "dense", "targets": ["Linear"]}), "sparsity_config"),
+        (_with("config_groups.group_0.weights.scale_dtype", "torch.float32"), "scale_dtype"),
+    ],
+)
+def test_vllm_rules_of_the_config(change, message):
+    config, tensors, values = artifact()
+    change(config)
+    findings, _ = vllm_findings(config, tensors, values)
+    assert any(message in finding for finding in findings), findings
