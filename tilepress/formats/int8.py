@@ -50,6 +50,8 @@ class Int8Scheme:
         if self.activations != "none":
             strategy = "token" if self.activations == "token" else "tensor"
             group["input_activations"] = arguments(strategy, not self.asymmetric, not self.static)
+        else:
+            group["format"] = FORMAT  # newer readers take weight-only layers for pack-quantized ones otherwise
         return {"group_0": group}
 
     def quantization_config(self, ignore: list[str]) -> dict:

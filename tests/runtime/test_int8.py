@@ -1,0 +1,282 @@
+"""INT8 models: equal to compressed-tensors in plain transformers, merged layers equal to separate ones, saving, generating."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import few_words, quantize
+from safetensors.torch import load_file, save_file
+
+import tilepress
+from tilepress.formats import TilepressError, int8
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.runtime import int8 as runtime
+from tilepress.runtime.int8 import Int8Linear, MergedInt8Linear, fuse
+from tilepress.runtime.loader import paths
+
+TEXT = few_words()
+SCHEMES = {
+    "token": {},
+    "weights-tensor": {"weights": "tensor"},
+    "static": {"activations": "tensor", "text": TEXT},
+    "asymmetric": {"activations": "tensor-asym", "text": TEXT},
+    "channel": {"activations": "channel", "text": TEXT},
+    "dynamic-tensor": {"activations": "tensor-dynamic"},
+    "weight-only": {"activations": "none"},
+}
+IDS = torch.arange(34).view(2, 17) * 5 % 250
+PACKAGE = Path(sys.prefix) / "compressed-tensors" / "0.20.0"
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+path, ids, out = sys.argv[1:]
+model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+assert not any(info[key] for key in info), info
+with torch.no_grad():
+    logits = model(torch.load(ids)).logits
+assert "tilepress" not in sys.modules and "compressed_tensors" in sys.modules
+torch.save(logits, out)
+"""
+
+
+def logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(ids.to(model.device)).logits.float()
+
+
+def stock_logits(path, folder):
+    """By plain transformers with the compressed-tensors package, in a process that does not know tilepress."""
+    if not PACKAGE.exists():
+        pytest.skip("`make test` installs compressed-tensors for this")
+    torch.save(IDS, folder / "ids.pt")
+    command = [sys.executable, "-c", STOCK, path, folder / "ids.pt", folder / "logits.pt"]
+    ran = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(PACKAGE)}, cwd=folder, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return torch.load(folder / "logits.pt")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, family, scheme):
+    """float32, several shards, untied and tied (which has biases and odd sizes): equal but for float32 rounding.
+
+    A value that lies on the edge of two codes may get one here and the other there, as sums are rounded differently: what comes after
+    it then differs by a step of quantization. So most positions must be equal, and none may be far.
+    """
+    source = checkpoint_of(family, torch.float32)
+    quantize(source, tmp_path / "out", **SCHEMES[scheme])
+    assert len(Checkpoint(tmp_path / "out").shards) > 1
+    theirs, model = stock_logits(tmp_path / "out", tmp_path), tilepress.load(tmp_path / "out")
+    ours = logits(model)
+    assert any(path.startswith(("w8a8_gemm", "w8a16_gemm")) for path in paths(model))
+    off = (ours - theirs).abs().amax(-1) / theirs.abs().max()
+    assert float(off.max()) < 5e-3
+    assert scheme == "dynamic-tensor" or float((off < 2e-5).float().mean()) > 0.5
+
+
+def test_one_shard_and_bfloat16(checkpoint_of, tmp_path):
+    """Their bfloat16 arithmetic rounds where ours counts: near, not equal."""
+    quantize(checkpoint_of("llama-tied", shard_size="10MB"), tmp_path / "out")
+    assert len(Checkpoint(tmp_path / "out").shards) == 1
+    theirs, ours = stock_logits(tmp_path / "out", tmp_path).float(), logits(tilepress.load(tmp_path / "out"))
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
+def test_merged_layers_equal_separate_ones(checkpoint_of, tmp_path, monkeypatch, family, scheme):
+    quantize(checkpoint_of(family), tmp_path / "out", **SCHEMES[scheme])
+    merged = tilepress.load(tmp_path / "out")
+    assert sum(isinstance(m, MergedInt8Linear) for m in merged.modules()) == 4
+    monkeypatch.setattr(runtime, "_FUSABLE", ())
+    separate = tilepress.load(tmp_path / "out")
+    assert not any(isinstance(m, MergedInt8Linear) for m in separate.modules())
+    torch.testing.assert_close(logits(merged), logits(separate), rtol=2e-2, atol=2e-3)
+    one, other = (m.to(torch.float32) for m in (merged, separate))
+    torch.testing.assert_close(logits(one), logits(other), rtol=1e-5, atol=1e-5)
+
+
+def test_an_int8_layer_against_float64(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("gpt2", torch.float32), tmp_path / "out", activations="tensor-asym", text=TEXT)
+    model, checkpoint = tilepress.load(tmp_path / "out"), Checkpoint(tmp_path / "out")
+    path = "transformer.h.1.mlp.c_fc"
+    layer, x = model.get_submodule(path), torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    parts = [
+        checkpoint.read(f"{path}.{n}").double()
+        for n in ("weight", "weight_scale", "input_scale", "input_zero_point", "bias")
+    ]
+    weight, scale, input_scale, zero_point, bias = parts
+    codes = torch.clamp(torch.round(x.double() / input_scale + zero_point), -128, 127)
+    exact = (codes - zero_point) * input_scale @ (weight * scale) + bias
+    torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
+    assert isinstance(layer, Int8Linear) and layer.transposed and "Int8Scheme" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    "family,scheme",
+    [("llama", "asymmetric"), ("llama-tied", "weights-tensor"), ("gpt2", "static"), ("mixtral", "token")],
+)
+def test_saved_again_it_is_the_same_artifact(checkpoint_of, tmp_path, family, scheme):
+    quantize(checkpoint_of(family), tmp_path / "out", **SCHEMES[scheme])
+    model = tilepress.load(tmp_path / "out")
+    model.save_pretrained(tmp_path / "again", max_shard_size="100KB")
+    before, after = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path / "again")
+    assert set(before.tensors) == set(after.tensors)
+    assert before.config["quantization_config"] == after.config["quantization_config"]
+    for name in before.tensors:
+        assert torch.equal(before.read(name), after.read(name)) and before.read(name).dtype == after.read(name).dtype
+    assert torch.equal(logits(tilepress.load(tmp_path / "again")), logits(model))
+
+
+def test_generates_with_cache_batch_and_padding(tiny, tmp_path):
+    quantize(tiny, tmp_path / "out")
+    model, ids = tilepress.load(tmp_path / "out", dtype=torch.float32), torch.arange(30).view(2, 15) + 400
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = model.generate(ids, **options)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids[:1]], 1)
+    mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 15, dtype=torch.long)], 1)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 19:], cached[:1, 15:])
+
+
+def test_outputs_of_every_layer_can_be_asked_for(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    out = tilepress.load(tmp_path / "out", attn_implementation="eager")(
+        IDS, output_hidden_states=True, output_attentions=True
+    )
+    assert len(out.hidden_states) == 3 and len(out.attentions) == 2
+
+
+def test_compiles(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("llama", torch.float32), tmp_path / "out")
+    model = tilepress.load(tmp_path / "out")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_do_not_fit_are_not_merged(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("llama"), tmp_path / "out", **SCHEMES["static"])
+    shard = next(
+        p for p in (tmp_path / "out").glob("*.safetensors") if "model.layers.0.mlp.up_proj.input_scale" in load_file(p)
+    )
+    tensors = load_file(shard)
+    tensors["model.layers.0.mlp.up_proj.input_scale"] *= 2
+    shard.unlink()
+    save_file(tensors, shard)
+    (tmp_path / "out" / "tilepress.json").unlink()
+    model = tilepress.load(tmp_path / "out")
+    assert isinstance(model.model.layers[0].mlp.up_proj, Int8Linear) and fuse(model) == 0
+    assert isinstance(model.model.layers[1].mlp.gate_up_proj, MergedInt8Linear)
+
+
+def _drop(name):
+    def change(tensors, config):
+        tensors.pop(name)
+
+    return change
+
+
+def _shape(name):
+    def change(tensors, config):
+        tensors[name] = tensors[name].reshape(-1)
+
+    return change
+
+
+def _config(key, value):
+    def change(tensors, config):
+        config["quantization_config"][key] = value
+
+    return change
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_drop(f"{LAYER}.weight_scale"), "weight_scale"),
+        (_drop(f"{LAYER}.input_scale"), "input_scale"),
+        (_shape(f"{LAYER}.weight_scale"), "weight_scale"),
+        (_config("quantization_status", "frozen"), "quantization_status"),
+        (_config("format", "float-quantized"), "format"),
+        (_config("config_groups", {}), "config_groups"),
+    ],
+)
+def test_damaged_artifacts_do_not_load(checkpoint_of, tmp_path, cli, change, message):
+    path = tmp_path / "out"
+    quantize(checkpoint_of("llama", shard_size="10MB"), path, **SCHEMES["static"])
+    (path / "tilepress.json").unlink()
+    (path / "model.safetensors.index.json").unlink()
+    shard, config = next(path.glob("*.safetensors")), json.loads((path / "config.json").read_text())
+    tensors = load_file(shard)
+    change(tensors, config)
+    shard.unlink()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TilepressError, match=message):
+        tilepress.load(path)
+    assert cli("verify", path).code in (1, 3)
+
+
+def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama", shard_size="10MB")
+    quantize(source, tmp_path / "out", **SCHEMES["static"])
+    assert cli("verify", tmp_path / "out", "--base", source).code == 0
+    changes = {
+        "values differ from the base": lambda t: t[f"{LAYER}.weight"][3, 4].add_(1),
+        "no scale": lambda t: t[f"{LAYER}.weight_scale"][3].fill_(float("nan")),
+        "input scales differ": lambda t: t["model.layers.0.self_attn.k_proj.input_scale"].mul_(2),
+    }
+    for message, change in changes.items():
+        copy = tmp_path / message.replace(" ", "-")
+        shutil.copytree(tmp_path / "out", copy)
+        shard = next(copy.glob("*.safetensors"))
+        tensors = load_file(shard)
+        change(tensors)
+        shard.unlink()
+        save_file(tensors, shard, metadata={"format": "pt"})
+        ran = cli("verify", copy, "--base", source)
+        assert ran.code == 3 and message in ran.out, ran.out
+
+
+def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
+    """With the keys that llm-compressor writes, without a manifest."""
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    (tmp_path / "out" / "tilepress.json").unlink()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = logits(tilepress.load(tmp_path / "out"))
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group |= {"output_activations": None, "format": "int-quantized"}
+    for part in ("weights", "input_activations"):
+        group[part] |= dict.fromkeys(("group_size", "block_structure", "actorder", "observer"))
+    config["quantization_config"] |= {
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.17",
+    }
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(tilepress.load(tmp_path / "out")), expected)
+    assert int8.scheme_of(config["quantization_config"]) == int8.Int8Scheme()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_on_a_card(checkpoint_of, tmp_path, scheme):
+    """Calibrated on the card, loaded there: the CPU's logits."""
+    quantize(checkpoint_of("llama", torch.float32), tmp_path / "out", device="cuda", **SCHEMES[scheme])
+    model = tilepress.load(tmp_path / "out", device="cuda")
+    assert all(path.endswith("cuda") for path in paths(model))
+    expected = logits(tilepress.load(tmp_path / "out"))
+    assert float((logits(model).cpu() - expected).norm() / expected.norm()) < 1e-3
