@@ -43,6 +43,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.screen import Bar, say, size, table
 
 EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 3, 130
+_WARNINGS_SHOWN = 5
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -189,7 +190,7 @@ def quantize(
     static = activations in ("tensor", "tensor-asym", "channel")
     text = None
     if static or smooth != "off" or dataset is not None:
-        seqlen = default_seqlen(checkpoint.config) if seqlen is None else seqlen
+        seqlen = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
         text = Text(dataset or CALIBRATION_TEXT, 128 if nsamples is None else nsamples, seqlen, seed)
     elif nsamples is not None or seqlen is not None:
         raise UsageError(
@@ -294,7 +295,9 @@ def perplexity(
 
     screen.quiet_libraries()
     checkpoint = _open(model, revision)
-    protocol = Protocol(dataset, recipe, default_seqlen(checkpoint.config) if seqlen is None else seqlen, stride, limit)
+    protocol = Protocol(
+        dataset, recipe, default_seqlen(checkpoint.text_config) if seqlen is None else seqlen, stride, limit
+    )
     from transformers import AutoTokenizer
 
     from tilepress.eval.perplexity import perplexity as measure
@@ -538,8 +541,11 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
             return
     facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json else screen.result_text(facts))
-    for warning in facts.get("calibration", {}).get("warnings", []):
+    warnings = facts.get("calibration", {}).get("warnings", [])
+    for warning in warnings[:_WARNINGS_SHOWN]:
         say(f"warning: {warning}")
+    if len(warnings) > _WARNINGS_SHOWN:
+        say(f"warning: {len(warnings) - _WARNINGS_SHOWN} more in {how.output}/tilepress.json")
     if recipe.command.startswith("compress") and not how.quiet:
         say(f"next: tilepress eval perplexity {how.output} --base {checkpoint.path}")
 

@@ -94,11 +94,9 @@ def parse_share(text: str) -> float:
     return value
 
 
-def default_seqlen(config: dict) -> int:
+def default_seqlen(text_config: dict) -> int:
     """2048, or what the model's positions allow."""
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    longest = text.get("max_position_embeddings") or text.get("n_positions")
+    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions")
     return min(2048, longest) if isinstance(longest, int) else 2048
 
 

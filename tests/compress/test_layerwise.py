@@ -18,7 +18,7 @@ IDS = torch.arange(30) * 7 % 250
 
 def layer_by_layer(path) -> LayerByLayer:
     checkpoint = Checkpoint(path)
-    return LayerByLayer(checkpoint, find_targets(checkpoint)[0], "cpu", torch.float32, False)
+    return LayerByLayer(checkpoint, find_targets(checkpoint)[0], "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

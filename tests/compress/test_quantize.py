@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import few_words, quantize
+from conftest import command, few_words, quantize
 from outliers import add_outliers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tilepress
 from tilepress import demo
 from tilepress.compress import shards
+from tilepress.compress.calibrate import wait_for_calibration
 from tilepress.compress.calibration import Text
 from tilepress.compress.finish import finish
 from tilepress.compress.observe import Observer
@@ -195,6 +196,21 @@ def test_smoothed_artifact_computes_the_source(checkpoint_of, tmp_path, cli):
     assert 0 < errors["0.6"] < 2 * errors["off"] < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_producers_without_a_fold_of_their_own_are_divided_once(checkpoint_of, tmp_path, dtype):
+    """OPT's fc1 -> fc2 where the norm before fc1 takes no factors: a stored float32 weight must not be changed in place."""
+    source = checkpoint_of("opt", dtype, do_layer_norm_before=False)
+    manifest = quantize(source, tmp_path / "out", text=TEXT, smooth="0.5")
+    folded = {item["folded_into"] for item in manifest["calibration"]["inputs"]}
+    assert "model.decoder.layers.0.fc1" in folded and "model.decoder.layers.0.self_attn_layer_norm" not in folded
+    assert all(layer["snr_db"] > 38 for layer in manifest["report"]["layers"])
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits
+        found = tilepress.load(tmp_path / "out", dtype=torch.float32)(ids).logits
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+
+
 def test_the_same_run_gives_the_same_bytes_and_resumes(checkpoint_of, tmp_path, monkeypatch):
     """Stops before the n-th rename for every n, among them each layer's calibration."""
     source = checkpoint_of("llama", shard_size="1MB")
@@ -240,18 +256,54 @@ def test_the_same_run_gives_the_same_bytes_and_resumes(checkpoint_of, tmp_path, 
 
 
 def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli):
-    source, words = (
-        checkpoint_of("llama"),
-        ["--activations", "channel", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64],
-    )
+    source = checkpoint_of("llama")
+    words = ["--activations", "channel", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
     assert cli("compress", "quantize", source, "-o", tmp_path / "one", *words).code == 0
     assert cli("compress", "quantize", source, "-o", tmp_path / "two", "--workers", 2, *words).code == 0
-    early = cli("compress", "quantize", source, "-o", tmp_path / "ranks", "--rank", 1, "--world-size", 2, *words)
-    assert early.code == 2 and "rank 0 calibrates" in early.err
-    for rank in (0, 1):
-        ran = cli("compress", "quantize", source, "-o", tmp_path / "ranks", "--rank", rank, "--world-size", 2, *words)
-        assert ran.code == 0, ran.err
+    ranks = [
+        command("compress", "quantize", source, "-o", tmp_path / "ranks", *words, "--rank", rank, "--world-size", 2)
+        for rank in (1, 0)
+    ]
+    for process in ranks:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
     assert digest(tmp_path / "one") == digest(tmp_path / "two") == digest(tmp_path / "ranks")
+
+
+def test_a_rank_gives_up_when_rank_0_does_nothing(tmp_path):
+    with pytest.raises(TilepressError, match="has written nothing"):
+        wait_for_calibration(tmp_path, lambda what, count: None, patience_s=0.05, every_s=0.01)
+
+
+def test_resume_notices_that_text_or_weights_changed(checkpoint_of, tmp_path, cli, monkeypatch):
+    source, text = tmp_path / "source", tmp_path / "text.txt"
+    shutil.copytree(checkpoint_of("llama"), source)
+    text.write_text("some words " * 100)
+    words = [
+        "compress",
+        "quantize",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--activations",
+        "tensor",
+        "--dataset",
+        text,
+        "--nsamples",
+        4,
+    ]
+    words += ["--seqlen", 64]
+    monkeypatch.setattr(shards.ShardWriter, "finish", lambda self: 1 / 0)
+    assert cli(*words).code == 1
+    monkeypatch.undo()
+    text.write_text("other words " * 100)
+    ran = cli(*words, "--resume")
+    assert ran.code == 2 and "have changed since" in ran.err and "--overwrite" in ran.err
+    text.write_text("some words " * 100)
+    shard = next(source.glob("*.safetensors"))
+    os.utime(shard, ns=(1, 1))
+    assert "have changed since" in cli(*words, "--resume").err
+    assert cli(*words, "--overwrite").code == 0
 
 
 def test_dry_run_and_result(checkpoint_of, tmp_path, cli):
@@ -333,6 +385,8 @@ def test_contradictions(settings, message):
         ),
         (["--activations", "tensor", "--dataset", "missing.jsonl"], "missing.jsonl"),
         (["--activations", "tensor", "--dataset", demo.TEXT, "--nsamples", "0"], "--nsamples 0"),
+        (["--activations", "tensor", "--dataset", demo.TEXT, "--seed", "-1"], "--seed -1"),
+        (["--activations", "tensor", "--dataset", demo.TEXT, "--seqlen", "99999"], "use --seqlen 2048"),
         (["--ignore", "k_proj"], "k_proj.weight"),
         (["--ignore", "model.layers.1.mlp.up_proj"], "gate_proj.weight"),
     ],
@@ -351,10 +405,15 @@ def test_half_of_a_fused_group_names_both(checkpoint_of, tmp_path, cli):
 
 
 def test_already_quantized(checkpoint_of, tmp_path, cli):
-    quantize(checkpoint_of("llama"), tmp_path / "int8")
-    for command in (["compress", "quantize"], ["compress", "prune", "--sparsity", "0.5"]):
-        ran = cli(*command, tmp_path / "int8", "-o", tmp_path / "again")
-        assert ran.code == 2 and "quantized already" in ran.err
+    for family in ("llama", "gpt2"):
+        quantize(checkpoint_of(family), tmp_path / family)
+        for words in (
+            ["compress", "quantize"],
+            ["compress", "prune", "--sparsity", "0.5"],
+            ["convert", "--to", "tiled-csl"],
+        ):
+            ran = cli(*words, tmp_path / family, "-o", tmp_path / "again")
+            assert ran.code == 2 and "quantized already" in ran.err
 
 
 def test_fewer_tokens_than_asked_are_used_and_told(checkpoint_of, tmp_path, cli):
@@ -365,9 +424,13 @@ def test_fewer_tokens_than_asked_are_used_and_told(checkpoint_of, tmp_path, cli)
     ran = cli("compress", "quantize", source, "-o", tmp_path / "out", *words)
     assert ran.code == 0 and "tokens of the 512 asked for" in ran.err
     assert json.loads((tmp_path / "out" / "tilepress.json").read_text())["calibration"]["warnings"]
-    text.write_text("")
-    ran = cli("compress", "quantize", source, "-o", tmp_path / "none", *words)
-    assert ran.code == 2 and ("no tokens" in ran.err or "no documents" in ran.err)
+    for nothing in ("", " \n\n "):
+        text.write_text(nothing)
+        ran = cli("compress", "quantize", source, "-o", tmp_path / "none", *words)
+        assert ran.code == 2 and "has no text" in ran.err
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(UsageError, match="has no text"):
+        quantize(source, tmp_path / "none", activations="tensor", text=few_words(8, 64, tmp_path / "empty.jsonl"))
     text.write_text("abc")
     manifest = quantize(source, tmp_path / "three", activations="tensor", text=few_words(8, 64, text))
     assert sum("saw only" in warning for warning in manifest["calibration"]["warnings"]) == 8
@@ -387,7 +450,7 @@ def test_experts_without_tokens_are_listed(checkpoint_of, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("settings", [{}, STATIC])
+@pytest.mark.parametrize("settings", [{}, STATIC, {"activations": "channel", "text": TEXT}])
 def test_non_finite_weights_are_named(checkpoint_of, tmp_path, bad, settings):
     source = tmp_path / "bad"
     shutil.copytree(checkpoint_of("llama"), source)
@@ -402,6 +465,35 @@ def test_non_finite_weights_are_named(checkpoint_of, tmp_path, bad, settings):
     assert "model.layers.1.mlp.down_proj" in error.value.message
     with pytest.raises(TilepressError):
         tilepress.load(tmp_path / "out")
+
+
+def test_weights_beyond_the_dtype_are_named(checkpoint_of, tmp_path):
+    source = tmp_path / "wide"
+    shutil.copytree(checkpoint_of("llama", torch.float32, shard_size="10MB"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e6
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for settings in ({}, STATIC):
+        with pytest.raises(TilepressError, match=r"layers.1.mlp.up_proj.weight has values beyond float16"):
+            quantize(source, tmp_path / "out", dtype=torch.float16, **settings)
+        shutil.rmtree(tmp_path / "out")
+    manifest = quantize(source, tmp_path / "out", dtype=torch.bfloat16, **STATIC)
+    assert manifest["settings"]["dtype"] == "bfloat16" and all(c.passed for c in verify(tmp_path / "out", source))
+
+
+def test_weights_of_several_dtypes_calibrate_after_a_conversion(checkpoint_of, tmp_path):
+    source = tmp_path / "mixed"
+    shutil.copytree(checkpoint_of("llama", shard_size="10MB"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].float()
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="several dtypes"):
+        quantize(source, tmp_path / "out", **STATIC)
+    quantize(source, tmp_path / "out", dtype=torch.bfloat16, **STATIC)
+    quantize(source, tmp_path / "dynamic")
+    assert all(c.passed for name in ("out", "dynamic") for c in verify(tmp_path / name, source))
 
 
 def test_activations_that_overflow_name_the_layer(checkpoint_of, tmp_path):

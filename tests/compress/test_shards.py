@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import command, prune
+from families import byte_tokenizer
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tilepress import demo
 from tilepress.compress import plan as planning, shards
 from tilepress.compress.finish import finish
 from tilepress.compress.plan import make_plan, open_output
@@ -234,7 +236,7 @@ def big(path, layers: int):
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        vocab_size=64,
+        vocab_size=300,
     )
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(path)
@@ -253,12 +255,13 @@ def big(path, layers: int):
             for name in ("input_layernorm", "post_attention_layernorm")
         }
         if layer == 0:
-            tensors |= {"model.embed_tokens.weight": torch.ones(64, 1024, dtype=torch.bfloat16), "lm_head.weight": torch.ones(64, 1024, dtype=torch.bfloat16),
+            tensors |= {"model.embed_tokens.weight": torch.ones(300, 1024, dtype=torch.bfloat16), "lm_head.weight": torch.ones(300, 1024, dtype=torch.bfloat16),
                         "model.norm.weight": torch.ones(1024, dtype=torch.bfloat16)}  # fmt: skip
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, path / file)
         index |= dict.fromkeys(tensors, file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    byte_tokenizer().save_pretrained(path)
     return path
 
 
@@ -285,21 +288,16 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
         (tmp_path / str(layers)).mkdir()
         big(tmp_path / str(layers), layers)
     largest_shard = max(p.stat().st_size for p in (tmp_path / "6").glob("*.safetensors"))
-    for scope in ("layer", "global"):
-        found = {
-            n: peak_and_seconds(
-                "compress",
-                "prune",
-                tmp_path / str(n),
-                "-o",
-                tmp_path / f"{scope}-{n}",
-                "--sparsity",
-                "0.7",
-                "--scope",
-                scope,
-            )
-            for n in sizes
-        }
+    calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
+    for run, words in {
+        "layer": ["prune", "--sparsity", "0.7"],
+        "global": ["prune", "--sparsity", "0.7", "--scope", "global"],
+        "int8": ["quantize"],
+        "calibrated": ["quantize", *calibrated],
+    }.items():
+        found = {}
+        for n in sizes:
+            found[n] = peak_and_seconds("compress", *words, tmp_path / str(n), "-o", tmp_path / f"{run}-{n}")
         for peak, _ in found.values():
             assert peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
         assert found[6][0] < found[2][0] + (32 << 20)

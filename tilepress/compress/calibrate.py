@@ -8,6 +8,8 @@ all windows, kept on the CPU in the model's dtype.
 
 import hashlib
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor
 from tilepress.compress.calibration import Text
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.observe import InputStats, Observer, clipped_share
-from tilepress.compress.plan import Plan, Progress
+from tilepress.compress.plan import Plan, Progress, source_mtime
 from tilepress.compress.smoothing import (
     ALPHAS,
     Group,
@@ -63,13 +65,9 @@ class Calibration:
     def __reduce__(self):
         return Calibration, (self.folder,)
 
-    @staticmethod
-    def there(folder: Path) -> bool:
-        return (folder / FACTS).exists()
-
     @cached_property
     def facts(self) -> dict:
-        """What the manifest keeps: windows, tokens, warnings, inputs."""
+        """What it found: windows, tokens, warnings, inputs; and what it was made from, as `identity`."""
         return read_json(self.folder / FACTS)
 
     @cached_property
@@ -104,18 +102,25 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer, TilepressError naming the
     layer for activations that are not finite and layers that saw no token.
     """
-    if Calibration.there(plan.work):
-        return Calibration(plan.work)
     checkpoint, text = Checkpoint(plan.source), settings.text
     windows = text.windows(_tokenizer(checkpoint, settings))
+    sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
+    identity = hashlib.sha256(json.dumps([plan.fingerprint, windows, sources]).encode()).hexdigest()
+    if (plan.work / FACTS).exists():
+        if Calibration(plan.work).facts.get("identity") != identity:
+            raise UsageError(
+                f"the weights or the text of {text.dataset} have changed since {plan.output} was calibrated",
+                "start again with --overwrite",
+            )
+        return Calibration(plan.work)
     tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
-    facts: dict = {"windows": len(windows), "tokens": tokens, "warnings": [], "inputs": []}
+    facts: dict = {"identity": identity, "windows": len(windows), "tokens": tokens, "warnings": [], "inputs": []}
     if tokens < wanted:
         facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
     dtype = settings.dtype or plan.targets[0].dtype
     compute = _compute_dtype(dtype, device)
     facts |= {"computed_in": dtype_name(compute), "device": torch.device(device).type}
-    model = LayerByLayer(checkpoint, plan.targets, device, compute, settings.trust_remote_code)
+    model = LayerByLayer(checkpoint, plan.targets, device, compute, settings.dtype, settings.trust_remote_code)
     _check_vocabulary(model, windows)
     if model.outside:
         names = [name.removesuffix(".weight") for name in model.outside]
@@ -123,20 +128,20 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
             f"{', '.join(names[:3])} stand in no decoder layer and cannot be calibrated",
             "leave them alone: " + " ".join(f"--ignore {name}" for name in names[:3]),
         )
-    identity = hashlib.sha256(json.dumps([plan.fingerprint, windows]).encode()).hexdigest()[:16]
-    files = [plan.work / f"layer-{identity}-{i:04d}" for i in range(len(model.layers))]
+    files = [plan.work / f"layer-{identity[:16]}-{i:04d}" for i in range(len(model.layers))]
     last = max(i for i, file in enumerate(files) if i == 0 or not file.with_suffix(".json").exists())
     hidden = [model.embed(torch.tensor(window)).to(dtype) for window in windows]
     model.embed(torch.zeros(min(_PROBE, *map(len, windows)), dtype=torch.long))  # for the probes
     for number, (layer, file) in enumerate(zip(model.layers, files, strict=True)):
         progress(f"calibrating {layer}", 0)
         if not file.with_suffix(".json").exists():
-            hidden, found, tensors = _calibrate_layer(model, layer, hidden, settings, dtype, number == last)
+            found, tensors = _calibrate_layer(model, layer, hidden, settings, dtype)
             _write_tensors(file.with_suffix(".safetensors"), tensors)
             write_atomic(file.with_suffix(".json"), to_json(found), plan.work)
         elif number < last:
             with model.loaded(layer):
-                hidden = [model.run(layer, h).to(dtype).cpu() for h in hidden]
+                for i, h in enumerate(hidden):
+                    hidden[i] = model.run(layer, h).to(dtype).cpu()
         progress(f"calibrating {layer}", sum(target.elements for target in model.targets_of[layer]))
     tensors = {}
     for file in files:
@@ -147,6 +152,22 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     _write_tensors(plan.work / _TENSORS, tensors)
     write_atomic(plan.work / FACTS, to_json(facts), plan.work)
     return Calibration(plan.work)
+
+
+def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 1800.0, every_s: float = 1.0) -> None:
+    """Another rank's wait until rank 0 has calibrated. Raises TilepressError when nothing has happened for so long."""
+    changed, seen = time.monotonic(), None
+    while not (work / FACTS).exists():
+        progress("waiting for the calibration of rank 0", 0)
+        files = sorted(path.name for path in work.glob("layer-*"))
+        if files != seen:
+            changed, seen = time.monotonic(), files
+        if time.monotonic() - changed > patience_s:
+            raise TilepressError(
+                f"rank 0 has written nothing to {work} for {patience_s / 60:.0f} minutes",
+                "look at rank 0, then start again",
+            )
+        time.sleep(every_s)
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -180,9 +201,9 @@ def _compute_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def _calibrate_layer(
-    model: LayerByLayer, layer: str, hidden: list[Tensor], settings: Settings, dtype: torch.dtype, last: bool
-) -> tuple[list[Tensor], dict, dict[str, Tensor]]:
-    """The layer's outputs (none for the `last`), its part of the manifest, and its tensors."""
+    model: LayerByLayer, layer: str, hidden: list[Tensor], settings: Settings, dtype: torch.dtype
+) -> tuple[dict, dict[str, Tensor]]:
+    """The layer's part of the manifest, and its tensors. Puts the layer's outputs in the place of its inputs, `hidden`."""
     names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
     smooth = settings.smooth != "off"
     with model.loaded(layer) as module:
@@ -194,16 +215,19 @@ def _calibrate_layer(
             raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
         inputs = [_Input(group, settings, dtype, number) for number, group in enumerate(groups)]
         if smooth:
-            # The outputs are those of the unfolded layer, so that a resumed run, which has no factors, computes the same.
-            outputs = _observe(model, layer, modules, inputs, hidden, ranges=False, keep=not last)
+            # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
+            outputs = list(_observe(model, layer, modules, inputs, hidden, counting=False))
             for item in inputs:
                 item.choose_factors(modules)
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
-            _observe(model, layer, modules, inputs, hidden, ranges=True)
+            for _ in _observe(model, layer, modules, inputs, hidden, counting=True):
+                pass
+            hidden[:] = outputs
         else:
-            outputs = _observe(model, layer, modules, inputs, hidden, ranges=True, keep=not last)
+            for i, output in enumerate(_observe(model, layer, modules, inputs, hidden, counting=True)):
+                hidden[i] = output
         for item in inputs:
             item.choose_range(inputs, names)
             item.measure(modules)
@@ -212,29 +236,25 @@ def _calibrate_layer(
         "warnings": [warning for item in inputs for warning in item.warnings(names)],
     }
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(model, names).items()}
-    return [h.to(dtype) for h in outputs], result, tensors
+    return result, tensors
 
 
-def _observe(model, layer, modules, inputs, hidden, ranges: bool, keep: bool = False) -> list[Tensor]:
-    """Runs all windows; what each input looked like goes to its `stats`. Returns the layer's outputs if they are kept."""
+def _observe(model, layer, modules, inputs, hidden, counting: bool) -> Iterator[Tensor]:
+    """Runs all windows and yields the layer's outputs like `hidden`; what each input looked like goes to its `stats`."""
     handles = []
     for item in inputs:
         item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
 
         def see(_, args, item=item) -> None:
-            item.stats.add(args[0], item.group.linears[0], counting=ranges)
+            item.stats.add(args[0], item.group.linears[0], counting)
 
         handles.append(modules[item.group.linears[0]].register_forward_pre_hook(see))
-    outputs = []
     try:
         for h in hidden:
-            out = model.run(layer, h)
-            if keep:
-                outputs.append(out.cpu())
+            yield model.run(layer, h).to(h.dtype).cpu()
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
 
 
 class _Input:

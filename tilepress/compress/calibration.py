@@ -27,6 +27,8 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
         if kind in _BUILDERS:
             if not path.is_file():
                 raise UsageError(f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id")
+            if not path.stat().st_size:
+                return
             options = {"sample_by": "document"} if kind == ".txt" else {}
             rows = load_dataset(
                 _BUILDERS[kind], data_files=glob.escape(str(path)), split="train", streaming=True, **options
@@ -73,8 +75,8 @@ def token_ids(
             if len(ids) > at_least + 64:
                 return ids
             wanted *= 2
-    if not parts:
-        raise UsageError(f"{source} has no documents", "give another --dataset")
+    if not any(part.strip() for part in parts):
+        raise UsageError(f"{source} has no text", "give another --dataset")
     return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
 
 
@@ -88,7 +90,7 @@ class Text:
     seed: int = 0
 
     def __post_init__(self):
-        for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16)):
+        for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
             if value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
 
@@ -101,6 +103,6 @@ class Text:
         if len(windows) > 1 and len(windows[-1]) < self.seqlen:
             windows.pop()
         if not ids:
-            raise UsageError(f"{self.dataset} has no tokens", "give another --dataset")
+            raise UsageError(f"{self.dataset} has no text", "give another --dataset")
         chosen = random.Random(self.seed).sample(range(len(windows)), min(self.nsamples, len(windows)))
         return [windows[i] for i in sorted(chosen)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from tilepress.compress.layouts import converted
 from tilepress.compress.targets import Target, build_meta_model
 from tilepress.experts import EXPERT_WEIGHT, SeparateExperts, experts_path
 from tilepress.formats import TilepressError, UsageError
@@ -24,10 +25,23 @@ class LayerByLayer:
     """The decoder layers of a checkpoint's model; see the module's text. Only the layers' hidden states are cached by callers."""
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: list[Target], device: str, dtype: torch.dtype, trust_remote_code: bool
+        self,
+        checkpoint: Checkpoint,
+        targets: list[Target],
+        device: str,
+        dtype: torch.dtype,
+        stored_dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
     ):
-        """Raises UsageError for an architecture whose decoder layers are not found."""
-        self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
+        """Computes in `dtype`, with weights rounded to `stored_dtype` first if there is one.
+
+        Raises UsageError for an architecture whose decoder layers are not found."""
+        self.checkpoint, self.device, self.dtype, self.stored_dtype = (
+            checkpoint,
+            torch.device(device),
+            dtype,
+            stored_dtype,
+        )
         with parameters_on_meta():
             self.model = build_meta_model(checkpoint, trust_remote_code, device="cpu")
         self._separate_experts(targets)
@@ -195,8 +209,11 @@ class LayerByLayer:
                         f"{stored} is {list(tensor.shape)}, the model's is {list(old.shape)}",
                         "the checkpoint and its config.json do not belong together",
                     )
-                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-                tensor = tensor.to(self.device, dtype, copy=True)
+                if tensor.is_floating_point():
+                    parts = converted(tensor, self.stored_dtype or tensor.dtype, stored)
+                    tensor = torch.cat([part.to(self.device, self.dtype) for part in parts]).view(tensor.shape)
+                else:
+                    tensor = tensor.to(self.device)
                 kind[name] = nn.Parameter(tensor, requires_grad=False) if kind is module._parameters else tensor
 
 

@@ -168,7 +168,8 @@ class _Int8:
         target = self.target
         if self.scale is None:
             made = self.load()
-            check_finite(made.weight, target.name)
+            for _ in converted(made.weight, made.weight.dtype, target.name):
+                pass
             self.scale = int8.weight_scale(made.weight, self.scheme.weights, self.dtype)
             stored = self.scale.t() if target.transposed and self.scale.dim() == 2 else self.scale
             self.beside = made.beside | {int8.part_names(target.name)[0]: stored.contiguous()}
@@ -177,33 +178,48 @@ class _Int8:
             values = self.beside[name]
             self.record["bytes"] += add(name, tuple(values.shape), [values])
             return
-        signal = noise = nonzeros = 0.0
-        weight, codes = self.load().weight, []
-        rows_scale = self.scale.split(_ROWS) if self.scale.dim() == 2 else None
-        for i, rows in enumerate(weight.split(_ROWS)):
-            scale = self.scale if rows_scale is None else rows_scale[i]
-            q = int8.quantize(rows, scale)
-            off = int8.dequantize(q, scale.float()) - rows.float()
-            signal += float(rows.float().square().sum(dtype=torch.float64))
-            noise += float(off.square().sum(dtype=torch.float64))
-            nonzeros += int(torch.count_nonzero(q))
-            codes.append(q)
-        stored = torch.cat(codes)
-        stored = stored.t() if target.transposed else stored
-        nbytes = add(name, tuple(stored.shape), stored.split(_ROWS))
+        weight, shape = self.load().weight, (target.rows, target.cols)
+        if target.transposed:
+            codes = torch.empty(shape, dtype=torch.int8, device=weight.device)
+            for first, rows in self._codes(weight):
+                codes[first : first + len(rows)] = rows
+            shape, pieces = shape[::-1], codes.t().split(_ROWS)
+        else:
+            pieces = (rows for _, rows in self._codes(weight))
+        self.record["bytes"] += add(name, shape, pieces)
         self.record |= {
-            "shape": list(stored.shape),
+            "shape": list(shape),
             "dtype": dtype_name(self.scale.dtype),
-            "nonzeros": int(nonzeros),
-            "bytes": self.record["bytes"] + nbytes,
-            "error": round((noise / signal) ** 0.5, 8) if signal else 0.0,
+            "nonzeros": self.nonzeros,
+            "error": round((self.noise / self.signal) ** 0.5, 8) if self.signal else 0.0,
         } | ({"conv1d": True} if target.transposed else {})
 
+    def _codes(self, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first row, codes of some rows) one after the other; sums up what the record says of them."""
+        self.signal = self.noise = 0.0
+        self.nonzeros = 0
+        for first in range(0, len(weight), _ROWS):
+            rows = weight[first : first + _ROWS].float()
+            scale = self.scale if self.scale.dim() == 1 else self.scale[first : first + _ROWS]
+            codes = int8.quantize(rows, scale)
+            self.signal += float(rows.square().sum(dtype=torch.float64))
+            self.noise += float((int8.dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
+            self.nonzeros += int(torch.count_nonzero(codes))
+            yield first, codes
 
-def check_finite(weight: Tensor, name: str) -> None:
-    """Raises TilepressError for a weight with NaN or infinity."""
-    if not all(bool(torch.isfinite(piece.float()).all()) for piece in weight.split(_ROWS)):
-        raise TilepressError(f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training")
+
+def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
+    """The elements in order, in pieces, converted. Raises TilepressError naming a tensor with values that are not finite, before or after."""
+    for piece in tensor.reshape(-1).split(1 << 22):
+        other = piece.to(dtype)
+        if piece.is_floating_point() and not bool(torch.isfinite(other.float()).all()):
+            if bool(torch.isfinite(piece.float()).all()):
+                hint = "convert with --dtype bfloat16, which has float32's range"
+                raise TilepressError(f"{name} has values beyond {dtype_name(dtype)}", hint)
+            raise TilepressError(
+                f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training"
+            )
+        yield other
 
 
 LAYOUTS = {layout.name: layout for layout in (DenseLayout(), TiledCSLLayout())}

@@ -276,6 +276,8 @@ def _what_is_there(plan: Plan) -> str:
         found = _fingerprint(out / MANIFEST_NAME)
         return "finished" if found == plan.fingerprint else "artifact"
     if (plan.work / "plan.json").exists():
+        if [path.name for path in plan.work.iterdir()] == ["plan.json"]:
+            return "fresh"  # it failed before anything was done
         return "started" if _fingerprint(plan.work / "plan.json") == plan.fingerprint else "run"
     # Killed before the plan was there, or another rank is about to write it.
     return "fresh" if [path.name for path in out.iterdir()] == [WORK_FOLDER] else "files"

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate
+from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate, wait_for_calibration
 from tilepress.compress.calibration import Text
 from tilepress.compress.layouts import Compressed, Int8Layout, Layout
-from tilepress.compress.observe import Observer
+from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns
 from tilepress.formats import UsageError, dtype_name
@@ -99,6 +99,8 @@ class QuantizeRecipe(Recipe):
         return self.observer or Observer()
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        if self.text is not None:
+            self._check_text(checkpoint, targets)
         packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]
         kept = [item.name for item in left_alone if item.name in packed]
         if kept:
@@ -117,14 +119,26 @@ class QuantizeRecipe(Recipe):
                             "ignore both, or neither",
                         )
 
+    def _check_text(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
+        dtypes = sorted({dtype_name(target.dtype) for target in targets})
+        if self.dtype is None and len(dtypes) > 1:
+            raise UsageError(
+                f"the weights are of several dtypes ({', '.join(dtypes)}), calibration runs in one",
+                f"convert on the way: --dtype {dtypes[0]}",
+            )
+        config = checkpoint.text_config
+        positions = config.get("max_position_embeddings") or config.get("n_positions")
+        if isinstance(positions, int) and self.text.seqlen > positions:
+            raise UsageError(
+                f"windows of {self.text.seqlen} tokens are longer than the model's {positions} positions",
+                f"use --seqlen {positions}",
+            )
+
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
         if self.text is None:
             return {"calibration": None}
-        if rank and not Calibration.there(plan.work):
-            raise UsageError(
-                f"rank {rank} needs what rank 0 calibrates",
-                "start the other ranks when rank 0 has begun to write shards",
-            )
+        if rank:
+            wait_for_calibration(plan.work, progress)
         smooth = "channel" if self.activations == "channel" else self.smooth
         settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
         return {"calibration": calibrate(plan, settings, device, progress)}
@@ -136,11 +150,14 @@ class QuantizeRecipe(Recipe):
             return made
         columns, divisors = found.columns(target.name), found.divisors(target.name)
         if columns is not None or divisors is not None:
-            made.weight, made.record = weight.float(), {"smoothed": True}
+            made.weight, made.record = (
+                weight.float(),
+                {"smoothed": True},
+            )  # float32 may be the stored bytes: never in place
             if columns is not None:
                 made.weight = made.weight * columns.to(weight.device)
             if divisors is not None:
-                made.weight /= divisors.to(weight.device)[:, None]
+                made.weight = made.weight / divisors.to(weight.device)[:, None]
         made.beside = found.beside(target.name)
         return made
 
@@ -154,7 +171,7 @@ class QuantizeRecipe(Recipe):
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         """Writing: a weight as stored, its codes, and in float32 if it is folded. Calibrating: see the terms."""
         wide = 4 if self.smooth != "off" or self.activations == "channel" else 0
-        writing = max(t.elements * ((self.dtype or t.dtype).itemsize + 1 + wide) for t in targets)
+        writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
         if self.text is None:
             return writing
         layers: dict[str, list[Target]] = {}
@@ -162,11 +179,16 @@ class QuantizeRecipe(Recipe):
             layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
         layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
         outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
-        hidden = self.text.nsamples * self.text.seqlen * min(t.cols for t in targets) * targets[0].dtype.itemsize
+        config = checkpoint.text_config
+        width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
+        hidden = self.text.nsamples * self.text.seqlen * width * (self.dtype or targets[0].dtype).itemsize
+        copies = 2 if wide else 1  # inputs and outputs of a layer
         widest = max(t.cols for t in targets)
         window = 4 * self.text.seqlen * widest * 8  # a forward pass and its statistics
-        rows = max(sum(t.cols for t in found) for found in layers.values()) * SAMPLED_ROWS * 4 * 3
-        return max(writing, layer + 2 * outside + 2 * hidden + window + rows + 3 * 4 * max(t.elements for t in targets))
+        inputs = max(sum(3 * 4 * SAMPLED_ROWS * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
+        return max(
+            writing, layer + 2 * outside + copies * hidden + window + inputs + 3 * 4 * max(t.elements for t in targets)
+        )
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         facts = {} if self.text is None else {"calibration": Calibration(plan.work).facts}

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import Add, Compressed, Encoder
+from tilepress.compress.layouts import Add, Compressed, Encoder, converted
 from tilepress.compress.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
 from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, dtype_name, tiled_csl
@@ -178,7 +178,7 @@ class _Copy:
 
         def pieces() -> Iterator[Tensor]:
             nonlocal nonzeros
-            for piece in _pieces(stored, dtype, name):
+            for piece in converted(stored, dtype, name):
                 nonzeros += int(torch.count_nonzero(piece))
                 yield piece
 
@@ -188,21 +188,9 @@ class _Copy:
             self.record |= shape | {"nonzeros": nonzeros, "bytes": nbytes}
 
 
-def _pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
-    """The elements in order, converted. Raises TilepressError where a finite value does not fit the dtype."""
-    for piece in tensor.reshape(-1).split(1 << 22):
-        converted = piece.to(dtype)
-        if piece.is_floating_point() and not bool(torch.isfinite(converted.float()).all()):
-            if bool(torch.isfinite(piece.float()).all()):
-                hint = "convert with --dtype bfloat16, which has float32's range"
-                raise TilepressError(f"{name} has values beyond {dtype_name(dtype)}", hint)
-            raise TilepressError(
-                f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training"
-            )
-        yield converted
-
-
 def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: str) -> Tensor:
     """The target's weight as [out_features, in_features] in the recipe's dtype."""
     source = checkpoint.dense(target.weight, device)
-    return (source.t() if target.transposed else source).to(recipe.dtype or source.dtype).contiguous()
+    if recipe.dtype is not None and recipe.dtype != source.dtype:
+        source = torch.cat(list(converted(source, recipe.dtype, target.name))).view(source.shape)
+    return (source.t() if target.transposed else source).contiguous()

@@ -59,10 +59,7 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
     kind = stored.get("model_type", "(none)")
     method = checkpoint.config.get("quantization_config", {}).get("quant_method")
     if method not in (None, "tilepress"):
-        raise UsageError(
-            f"{checkpoint.name} is quantized already ({method}), its stored values are not its weights",
-            "give the checkpoint that it was made from",
-        )
+        raise _quantized(checkpoint, method)
     try:
         if trust_remote_code and "auto_map" in stored:
             config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
@@ -76,6 +73,13 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
             f"no causal language model for architecture {kind!r} of {checkpoint.path.name} ({' '.join(str(error).split())[:160]})",
             "upgrade transformers, or add --trust-remote-code if the checkpoint brings code that you have read",
         ) from error
+
+
+def _quantized(checkpoint: Checkpoint, how: str) -> UsageError:
+    return UsageError(
+        f"{checkpoint.name} is quantized already ({how}), its stored values are not its weights",
+        "give the checkpoint that it was made from",
+    )
 
 
 def check_patterns(patterns: tuple[str, ...]) -> None:
@@ -106,6 +110,8 @@ def find_targets(
     Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
     linear layer, or a checkpoint without linear weights.
     """
+    if any(weight.layout == "int8" for weight in checkpoint.weights.values()):
+        raise _quantized(checkpoint, "int8")
     model = build_meta_model(checkpoint, trust_remote_code)
     modules = dict(model.named_modules())
     known, stored = set(modules), set()

@@ -80,7 +80,11 @@ def verify(
 
 
 def _has_packed(path: Path) -> bool:
-    return any(weight.layout != "dense" for weight in Checkpoint(path).weights.values())
+    checkpoint = Checkpoint(path)
+    try:
+        return any(weight.layout != "dense" for weight in checkpoint.weights.values())
+    except TilepressError:  # parts are missing: a finding
+        return True
 
 
 def _files(path: Path, manifest: dict, progress: Progress) -> Check:
@@ -201,7 +205,7 @@ def _against(
             theirs = source.dense(source.weights[weight.name])
             if weight.layout == "int8" and source.weights[weight.name].layout != "int8":
                 ours, scale = (checkpoint.read(entry.name) for entry in weight.entries[:2])
-                theirs = int8.quantize(theirs, scale) if ours.shape == theirs.shape else theirs
+                theirs = int8.quantize(theirs.to(scale.dtype), scale) if ours.shape == theirs.shape else theirs
             else:
                 ours = checkpoint.dense(weight)
         except (TilepressError, RuntimeError) as error:

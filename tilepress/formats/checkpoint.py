@@ -237,6 +237,12 @@ class Checkpoint:
         self._check_index()
         self._open: tuple[str, object] | None = None
 
+    @property
+    def text_config(self) -> dict:
+        """The config of the language model: the whole one, or its `text_config`."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
     def _find_shards(self) -> list[str]:
         self.weight_map: dict[str, str] | None = None
         if (self.path / INDEX_NAME).exists():

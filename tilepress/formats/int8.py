@@ -6,6 +6,7 @@ symmetric per token or per tensor, found at run time, or static per tensor (`…
 `….input_zero_point`). Specification: the compressed-tensors package; vLLM's rules: its compressed_tensors quantization config.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,10 @@ ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
 METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
 QMIN, QMAX = -128, 127
-_ARGUMENTS = {"num_bits", "type", "symmetric", "strategy", "dynamic"}  # what every reader since 0.9.4 knows
+_ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
+    *("dynamic", "actorder", "observer", "observer_kwargs"),
+}
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one GEMM in vLLM
 
 
@@ -117,9 +121,16 @@ def part_names(name: str) -> tuple[str, str, str]:
 
 
 def rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 scales in the dtype that every runtime holds them in; 1 where a scale is 0 (nothing but zeros), never subnormal."""
-    smallest = torch.finfo(dtype).tiny
-    return torch.where(scale == 0, torch.ones_like(scale), scale.clamp(min=smallest)).to(dtype)
+    """float32 scales in the dtype that every runtime holds them in; 1 where a scale is 0 (nothing but zeros).
+
+    Scales that are subnormal in float16 are rounded up, so that nothing is clipped; other dtypes' are kept normal.
+    """
+    if dtype == torch.float16:
+        step = 2.0**-24
+        scale = torch.where((scale > 0) & (scale < 2.0**-14), (scale / step).ceil() * step, scale)
+    else:
+        scale = torch.where(scale > 0, scale.clamp(min=torch.finfo(dtype).tiny), scale)
+    return torch.where(scale == 0, torch.ones_like(scale), scale).to(dtype)
 
 
 def weight_scale(weight: Tensor, per: str, dtype: torch.dtype) -> Tensor:
@@ -206,8 +217,8 @@ def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]],
     findings, notes = [], []
     group = next(iter(config["config_groups"].values()))
     for part in ("weights", "input_activations"):
-        extra = set(group.get(part) or {}) - _ARGUMENTS
-        if any((group[part])[key] not in (None, {}) for key in extra):
+        extra = {key for key, value in (group.get(part) or {}).items() if value is not None} - _ARGUMENTS
+        if extra:
             findings.append(f"{part} has keys that older readers refuse: {', '.join(sorted(extra))}")
     if (config.get("sparsity_config") or {}).get("targets"):
         findings.append("a sparsity_config with targets")
@@ -223,10 +234,14 @@ def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]],
         notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
     for path in sorted(quantized):
         findings += _part_findings(path, scheme, tensors)
-    ignored = set(config.get("ignore") or ())
-    if "lm_head" not in ignored and "lm_head" not in quantized:
+
+    def ignored(path: str) -> bool:
+        patterns = config.get("ignore") or ()
+        return any(re.match(p[3:], path) if p.startswith("re:") else p == path for p in patterns)
+
+    if "lm_head" not in quantized and not ignored("lm_head"):
         findings.append("lm_head is float but not in `ignore`: transformers would return NaN")
-    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized & ignored)]
+    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
         for names in FUSED:
             there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]

@@ -18,13 +18,19 @@ library.define(
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 
 
+_MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
+
+
 def int_mm(x: Tensor, weight: Tensor) -> Tensor:
-    """Exact integer product: x int8 [m, k], weight int8 [n, k] -> int32 [m, n]. k at most 131,071, beyond which int32 could overflow."""
+    """Exact integer product: x int8 [m, k], weight int8 [n, k] -> int32 [m, n], int64 where k is so large that int32 could overflow."""
+    if x.shape[1] > _MOST:
+        parts = zip(x.split(_MOST, 1), weight.split(_MOST, 1), strict=True)
+        return sum(int_mm(a, b).long() for a, b in parts)
     rows, cols = x.shape[0], weight.shape[0]
     if x.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8
         k = -x.shape[1] % 8
         x, weight = pad(x, (0, k, 0, max(0, 32 - rows))), pad(weight, (0, k, 0, -cols % 8))
-    return torch._int_mm(x.contiguous(), weight.t())[:rows, :cols]
+    return torch._int_mm(x.contiguous(), weight.contiguous().t())[:rows, :cols]
 
 
 def w8a8_gemm_ref(
@@ -40,7 +46,7 @@ def w8a8_gemm_ref(
     bias [n] or None -> [..., n] of `out_dtype`."""
     total = int_mm(x.reshape(-1, x.shape[-1]), weight)
     if x_zero_point is not None:
-        total = total - x_zero_point.int() * weight.sum(1, dtype=torch.int32)
+        total = total.long() - x_zero_point.long() * weight.sum(1, dtype=torch.int64)
     y = total.float().reshape(*x.shape[:-1], weight.shape[0]) * x_scale.float() * weight_scale.float().reshape(-1)
     return (y if bias is None else y + bias.float()).to(out_dtype)
 

@@ -119,12 +119,32 @@ class MergedInt8Linear(Int8Linear):
             biases = [zeros(part.out_features) if part.bias is None else part.bias for part in parts]
             self.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.register_state_dict_post_hook(_split)
+        self.register_load_state_dict_pre_hook(_merge)
+
+
+def _outer(prefix: str) -> str:
+    """`a.b.qkv_proj.` -> `a.b.`"""
+    return prefix[: prefix[:-1].rfind(".") + 1]
+
+
+def _merge(module: MergedInt8Linear, state: dict, prefix: str, *_) -> None:
+    """Puts the tensors of a state dict together as `_split` takes them apart."""
+    names = [f"{_outer(prefix)}{name}." for name in module.names]
+    for part in _TENSORS:
+        if part == "bias" and module.bias is not None:
+            zeros = [module.bias.new_zeros(size) for size in module.sizes]
+            found = [state.pop(name + part, zero) for name, zero in zip(names, zeros, strict=True)]
+        else:
+            found = [state.pop(name + part) for name in names if name + part in state]
+        if len(found) == len(names):
+            if part == "weight_scale":
+                found = [scale.expand(size, 1) for scale, size in zip(found, module.sizes, strict=True)]
+            state[prefix + part] = found[0] if part.startswith("input") else torch.cat(found)
 
 
 def _split(module: MergedInt8Linear, state: dict, prefix: str, _) -> None:
     """Takes a merged layer's tensors apart again, as copies: savers take views of one tensor for one tensor."""
-    outer = prefix.removesuffix(".").rpartition(".")[0]
-    outer = outer + "." if outer else ""
+    outer = _outer(prefix)
     tensors = {name: state.pop(prefix + name) for name in _TENSORS if prefix + name in state}
     first = 0
     for name, size, with_bias in zip(module.names, module.sizes, module.with_bias, strict=True):
@@ -190,6 +210,9 @@ def fuse(model: nn.Module) -> int:
 
 def _fits(layer: nn.Module) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
+    places = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
+    if len(places) > 1 or torch.device("meta") in places or any(hasattr(m, "_hf_hook") for m in layer.modules()):
+        return False  # accelerate moves tensors and calls forward itself
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
     return (
         isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
@@ -215,4 +238,14 @@ def _fused_class(kind: type) -> type:
         codes = ops.silu_mul_int8(gate_up.multiply(*codes, dtype), down.mode, *down.static)
         return hidden_states + down.multiply(*codes, dtype)
 
-    return type(f"Int8{kind.__name__}", (kind,), {"forward": forward, "__doc__": _fused_class.__doc__})
+    def reduce(self, _protocol):
+        return _empty_layer, (kind,), self.__dict__
+
+    members = {"forward": forward, "__reduce_ex__": reduce, "__doc__": _fused_class.__doc__}
+    return type(f"Int8{kind.__name__}", (kind,), members)
+
+
+def _empty_layer(kind: type) -> nn.Module:
+    """For unpickling: the class is made anew."""
+    made = _fused_class(kind)
+    return made.__new__(made)

@@ -206,5 +206,10 @@ def _packed_module(
         found = type(original).__name__ if shape is None else shape[:2]
         raise TilepressError(f"{weight.name} is packed as {rows} x {cols}, the model has {found}", _VERIFY)
     if weight.layout == "int8":
-        return Int8Linear(rows, cols, scheme, dtype, bias is not None, transposed)
+        made = Int8Linear(rows, cols, scheme, dtype, bias is not None, transposed)
+        for entry in weight.entries[2:]:
+            if entry.shape == ():  # other writers' way to store one number
+                name = entry.name.rpartition(".")[2]
+                made.register_buffer(name, getattr(made, name).reshape(()))
+        return made
     return TiledCSLLinear(checkpoint.packed_shape(weight), bias is not None, None if bias is None else bias.dtype)
