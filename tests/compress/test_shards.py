@@ -298,8 +298,11 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
         found = {}
         for n in sizes:
             found[n] = peak_and_seconds("compress", *words, tmp_path / str(n), "-o", tmp_path / f"{run}-{n}")
+        plan = command("compress", *words, tmp_path / "6", "-o", tmp_path / "planned", "--dry-run", "--json")
+        planned = json.loads(plan.communicate()[0])["peak_memory_bytes"]
         for peak, _ in found.values():
-            assert peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
+            assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
+            assert run == "calibrated" or peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
         assert found[6][0] < found[2][0] + (32 << 20)
         assert found[6][1] < 3 * found[2][1] * 1.6 + 1.0
 
@@ -376,6 +379,7 @@ def test_broken_records_of_a_run_are_not_believed(checkpoint_of, tmp_path, cli, 
     assert cli("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6", "--resume").code == 0
     plan = plan_for(source, tmp_path / "other")
     open_output(plan, resume=False, overwrite=False)
+    shards.run_shards(plan)
     (plan.work / "plan.json").write_text(content)
     ran = cli("compress", "prune", source, "-o", tmp_path / "other", "--sparsity", "0.6", "--resume")
     assert ran.code == 2 and "--overwrite" in ran.err

@@ -7,6 +7,7 @@ that each layer would have had.
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 
 import torch
@@ -113,6 +114,8 @@ class LayerByLayer:
                 for name, parameter in inner._parameters.items():
                     if parameter is not None:
                         inner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            del parameter, inner
+            _give_back()
 
     def _separate_experts(self, targets: list[Target]) -> None:
         """Experts that are stored one by one become modules of their own."""
@@ -232,6 +235,12 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system: glibc would keep what a layer took, in pieces that the next one does not fit into."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same(one: list, other: list) -> bool:

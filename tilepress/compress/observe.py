@@ -102,7 +102,8 @@ class InputStats:
 
 
 def occupied(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """The values (float32 bin centres) and counts (float64) of the bins that hold any."""
+    """The values (float32 bin centres) and counts (float64) of the bins that hold any, on the CPU."""
+    histogram = histogram.cpu()
     bins = histogram.nonzero().squeeze(1)
     first = (bins << _SHIFT).to(torch.int32)
     values = (first + (1 << (_SHIFT - 1))).view(torch.float32)
