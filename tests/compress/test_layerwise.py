@@ -50,7 +50,9 @@ def test_arguments_that_depend_on_the_tokens_are_refused(checkpoint_of, monkeypa
     ours.embed(IDS)
     base = ours.model.base_model
     rotary = base.rotary_emb.forward
-    monkeypatch.setattr(base.rotary_emb, "forward", lambda x, *a, **k: tuple(r + 1e4 * x.mean() for r in rotary(x, *a, **k)))
+    monkeypatch.setattr(
+        base.rotary_emb, "forward", lambda x, *a, **k: tuple(r + 1e4 * x.mean() for r in rotary(x, *a, **k))
+    )
     with pytest.raises(UsageError, match="depend on the tokens"):
         ours.embed(IDS + 1)
 

@@ -191,7 +191,10 @@ class QuantizeRecipe(Recipe):
         )
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
-        facts = {} if self.text is None else {"calibration": Calibration(plan.work).facts}
+        facts = {}
+        if self.text is not None:
+            # The identity holds times of files: the same run elsewhere would give other bytes.
+            facts["calibration"] = {k: v for k, v in Calibration(plan.work).facts.items() if k != "identity"}
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
