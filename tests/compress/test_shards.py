@@ -303,7 +303,8 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path):
         for peak, _ in found.values():
             assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
             assert run == "calibrated" or peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
-        assert found[6][0] < found[2][0] + (32 << 20)
+        # A layer of 37 MB that stayed would show four times; the allocator keeps more or less of what threads took.
+        assert found[6][0] < found[2][0] + ((100 if run == "calibrated" else 32) << 20)
         assert found[6][1] < 3 * found[2][1] * 1.6 + 1.0
 
 
