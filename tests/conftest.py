@@ -21,8 +21,7 @@ from tilepress.compress.plan import Recipe, make_plan, open_output
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.quantize import QuantizeRecipe
 from tilepress.compress.shards import run_shards
-from tilepress.compress.targets import find_targets
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.checkpoint import Checkpoint, read_manifest
 
 screen.quiet_libraries()
 
@@ -72,15 +71,16 @@ def command(*words, **kwargs) -> subprocess.Popen:
     )
 
 
-def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu") -> dict:
+def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:
     """Writes an artifact through the library; returns the manifest."""
     checkpoint = Checkpoint(source)
-    targets, left = find_targets(checkpoint, recipe.ignore)
+    targets, left = recipe.find_targets(checkpoint)
     recipe.check(checkpoint, targets, left)
     plan = make_plan(checkpoint, output, recipe, targets, left)
-    open_output(plan, resume=False, overwrite=False)
-    run_shards(plan, device=device)
-    return finish(plan)
+    if open_output(plan, resume, overwrite=False):
+        run_shards(plan, device=device)
+        return finish(plan)
+    return read_manifest(output)
 
 
 def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict:

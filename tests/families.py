@@ -41,6 +41,9 @@ FAMILIES = {
             "pad_token_id": 1,
         },
     ),
+    "mistral": ("MistralConfig", _GQA | {"sliding_window": 24}),
+    "qwen3": ("Qwen3Config", _GQA | {"head_dim": 32}),
+    "gemma": ("GemmaConfig", _GQA | {"head_dim": 32}),
     "falcon": ("FalconConfig", _COMMON | {"hidden_size": 128}),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4}),
     "qwen3-moe": (

@@ -14,11 +14,11 @@ ALLOWED = {
     "experts": set(),
     "runtime": {"runtime", "kernels", "formats", "experts"},
     "compress": {"compress", "formats", "experts", "__init__"},
-    "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration"},
+    "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration", "compress.targets"},
     "demo": set(),
     "hf": {"runtime"},
     "screen": set(),
-    "flags": {"formats"},
+    "flags": {"formats", "compress.calibration"},
     "__init__": {"runtime"},
     "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "flags", "__init__"},
 }

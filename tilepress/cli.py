@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,30 +13,25 @@ import typer
 
 from tilepress import __version__, screen
 from tilepress.flags import (
-    CALIBRATION_TEXT,
     Dataset,
     Device,
-    DryRun,
-    Ignore,
     Json,
     Model,
     Output,
-    Overwrite,
     Quiet,
-    Rank,
-    Resume,
     Revision,
     Samples,
     Seed,
     Seqlen,
     Trust,
-    Workers,
-    WorldSize,
+    Writing,
+    calibration_text,
     default_seqlen,
     find_rank,
     parse_device,
     parse_dtype,
     parse_share,
+    takes,
 )
 from tilepress.formats import TilepressError, UsageError
 from tilepress.screen import Bar, say, size, table
@@ -69,6 +63,7 @@ app.add_typer(evaluate, name="eval")
 
 
 @compress.command(epilog="Example: tilepress compress prune MODEL -o pruned --sparsity 0.5")
+@takes(Writing)
 def prune(
     model: Model,
     output: Output,
@@ -87,18 +82,8 @@ def prune(
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
-    ignore: Ignore = None,
-    device: Device = "auto",
-    workers: Workers = 1,
-    rank: Rank = None,
-    world_size: WorldSize = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Writing,
 ) -> None:
     """Prune the linear weights of MODEL and store what is left as Tiled-CSL.
 
@@ -106,19 +91,14 @@ def prune(
     """
     from tilepress.compress.prune import PruneRecipe
 
-    recipe = PruneRecipe(sparsity, scope, method, format, parse_dtype(dtype), tuple(ignore or ("lm_head",)))
-    checkpoint = _open(model, revision)
-    from tilepress.compress.targets import find_targets
-
-    screen.quiet_libraries()
-    targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
-    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
-    _write_artifact(checkpoint, recipe, targets, left, "pruning", how)
+    recipe = PruneRecipe(sparsity, scope, method, format, parse_dtype(dtype), how.ignored)
+    _write_artifact(_open(model, how.revision), recipe, output, "pruning", how)
 
 
 @compress.command(
     epilog="Example: tilepress compress quantize MODEL -o int8 --activations tensor --smooth auto --dataset text.jsonl"
 )
+@takes(Writing)
 def quantize(
     model: Model,
     output: Output,
@@ -142,7 +122,11 @@ def quantize(
         typer.Option(help="With --observer percentile: 99.9 to 99.9999.  [default: 99.999]", show_default=False),
     ] = None,
     smooth: Annotated[
-        str, typer.Option(metavar="off|ALPHA|auto", help="SmoothQuant: move outliers of the inputs into the weights.")
+        str,
+        typer.Option(
+            metavar="off|ALPHA|auto",
+            help="SmoothQuant: move outliers of the inputs into the weights; 0 to 1, or the best for each. Needs text.",
+        ),
     ] = "off",
     dataset: Dataset = None,
     nsamples: Samples = None,
@@ -151,100 +135,65 @@ def quantize(
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Convert floating tensors first.")
     ] = "auto",
-    ignore: Ignore = None,
-    device: Device = "auto",
-    workers: Workers = 1,
-    rank: Rank = None,
-    world_size: WorldSize = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Writing,
 ) -> None:
-    """Quantize the linear weights of MODEL, and their inputs, to INT8; compressed-tensors runtimes load the result as it is.
+    """Quantize the linear weights of MODEL, and their inputs, to INT8, as compressed-tensors stores them.
 
     \b
-    --activations   scale of the input          text  costs     runs on
-    token           one a token, at run time    no    least     W8A8 GEMM + quantize; vLLM
-    tensor          one, calibrated             yes   more      W8A8 GEMM, no reduction; vLLM
-    tensor-asym     the same, with zero point   yes   more      W8A8 GEMM + zero point; vLLM
-    channel         folded into norm + weights  yes   between   as tensor; vLLM
-    tensor-dynamic  one, at run time            no    more      W8A8 GEMM + two passes
-    none            not quantized (W8A16)       no    nothing   W8A16 GEMM: small batches
+    --activations   scale of inputs      text  accuracy  vLLM  kernel
+    token           per token, run time  no    good      yes   W8A8 + reduction
+    tensor          one, calibrated      yes   fair      yes   W8A8
+    tensor-asym     one + zero point     yes   fair      yes   W8A8 + zero point
+    channel         folded into weights  yes   good      yes   W8A8
+    tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
+    none            not quantized        no    best      no    W8A16, small batch
 
-    Static ranges suffer most from outlier channels: add --smooth auto. What each choice cost on two models: docs/int8.md.
+    In this version a reference serves as every kernel, no faster than dense.
+    Perplexity moved by +0.02 to +0.9 % on two small models, tensor-dynamic by up to +2.7 %; static ranges without smoothing fail where
+    channels are outliers: add --smooth auto. Measured figures: docs/int8.md.
     """
-    from tilepress.compress.calibration import Text
     from tilepress.compress.observe import Observer
-    from tilepress.compress.quantize import QuantizeRecipe
+    from tilepress.compress.quantize import QuantizeRecipe, needs_text
 
-    if percentile is not None and observer != "percentile":
-        raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
-    checkpoint = _open(model, revision)
     chosen = None
     if observer is not None:
-        chosen = Observer(observer, 99.999 if percentile is None else percentile)
-    static = activations in ("tensor", "tensor-asym", "channel")
-    text = None
-    if static or smooth != "off" or dataset is not None:
-        seqlen = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
-        text = Text(dataset or CALIBRATION_TEXT, 128 if nsamples is None else nsamples, seqlen, seed)
+        chosen = Observer(observer) if percentile is None else Observer(observer, percentile)
+    if percentile is not None and observer != "percentile":
+        raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
+    checkpoint, text = _open(model, how.revision), None
+    if needs_text(activations, smooth) or dataset is not None:
+        text = calibration_text(checkpoint.text_config, dataset, nsamples, seqlen, seed)
     elif nsamples is not None or seqlen is not None:
         raise UsageError(
             f"--activations {activations} without --smooth reads no text, but --nsamples or --seqlen is given",
             "add --dataset to measure output errors on it, or leave them out",
         )
     recipe = QuantizeRecipe(
-        weights, activations, chosen, smooth, text, parse_dtype(dtype), tuple(ignore or ("lm_head",)), trust_remote_code
+        weights, activations, chosen, smooth, text, parse_dtype(dtype), how.ignored, how.trust_remote_code
     )
-    from tilepress.compress.targets import find_targets
-
-    screen.quiet_libraries()
-    targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
-    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
-    _write_artifact(checkpoint, recipe, targets, left, "quantizing", how)
+    _write_artifact(checkpoint, recipe, output, "quantizing", how)
 
 
 @app.command(epilog="Example: tilepress convert pruned -o dense --to dense")
+@takes(Writing)
 def convert(
     model: Model,
     output: Output,
     to: Annotated[
         str, typer.Option(metavar="dense|tiled-csl", help="Layout of the weights in DIR.", show_default=False)
     ],
-    ignore: Ignore = None,
-    device: Device = "auto",
-    workers: Workers = 1,
-    rank: Rank = None,
-    world_size: WorldSize = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Writing,
 ) -> None:
-    """Change how weights are stored without changing a value.
+    """Change how weights are stored.
 
-    `--to dense` gives a checkpoint that loads anywhere; `--to tiled-csl` packs a model that another tool pruned.
+    `--to dense` gives a checkpoint that loads anywhere: sparse weights bit for bit, INT8 ones as code times scale, rounded to the model's
+    dtype. `--to tiled-csl` packs a model that another tool pruned, without changing a value.
     """
-    from tilepress.compress.convert import ConvertRecipe, packed_targets
+    from tilepress.compress.convert import ConvertRecipe
 
-    recipe = ConvertRecipe(to, tuple(ignore or ("lm_head",)))
-    checkpoint = _open(model, revision)
-    if to == "dense":
-        targets, left = packed_targets(checkpoint)
-    else:
-        from tilepress.compress.targets import find_targets
-
-        screen.quiet_libraries()
-        targets, left = find_targets(checkpoint, recipe.ignore, trust_remote_code)
-    how = Running(output, device, workers, rank, world_size, overwrite, resume, dry_run, json_, quiet)
-    _write_artifact(checkpoint, recipe, targets, left, "converting", how)
+    _write_artifact(_open(model, how.revision), ConvertRecipe(to, how.ignored), output, "converting", how)
 
 
 @evaluate.command(epilog="Example: tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024")
@@ -298,8 +247,7 @@ def perplexity(
     protocol = Protocol(
         dataset, recipe, default_seqlen(checkpoint.text_config) if seqlen is None else seqlen, stride, limit
     )
-    from transformers import AutoTokenizer
-
+    from tilepress.compress.calibration import load_tokenizer
     from tilepress.eval.perplexity import perplexity as measure
 
     options = {
@@ -310,13 +258,7 @@ def perplexity(
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
     other = load(base, **options) if base else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise TilepressError(
-            f"{checkpoint.path.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
-            "copy tokenizer.json and tokenizer_config.json of the source into the folder",
-        ) from error
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     with Bar("perplexity", 1, quiet) as bar:
         result = measure(subject, tokenizer, protocol, other, bar.at)
     result = {"model": model, **result, "paths": paths(subject), "seconds": round(time.monotonic() - started, 2)}
@@ -351,7 +293,7 @@ def verify(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check an artifact: files, hashes, headers, packed words, declared counts, loading. Exits with 3 on any finding."""
+    """Check an artifact: files, hashes, headers, packed words, declared counts, vLLM's rules (INT8), loading. Exits with 3 on any finding."""
     from tilepress.eval.verify import verify as check_all
     from tilepress.formats.checkpoint import locate
 
@@ -411,7 +353,7 @@ def env(json_: Json = False) -> None:
     found["cards"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["cores"], found["threads"] = os.cpu_count(), torch.get_num_threads()
     found["sparse linears run on"] = "reference (decode, then dense product)"
-    found["INT8 linears run on"] = "reference (torch._int_mm)"
+    found["INT8 linears run on"] = "reference (W8A8: torch._int_mm; W8A16: dequantized)"
     print(
         json.dumps(found, indent=2)
         if json_
@@ -491,39 +433,25 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
     return rows
 
 
-@dataclass(frozen=True)
-class Running:
-    """The flags of every command that writes an artifact."""
-
-    output: Path
-    device: str
-    workers: int
-    rank: int | None
-    world_size: int | None
-    overwrite: bool
-    resume: bool
-    dry_run: bool
-    json: bool
-    quiet: bool
-
-
-def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running) -> None:
+def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Writing) -> None:
     """Plans, writes and finishes an artifact, and prints what came out."""
     from tilepress.compress.finish import finish
     from tilepress.compress.plan import make_plan, open_output
     from tilepress.compress.shards import run_parallel, run_shards
 
+    screen.quiet_libraries()
+    targets, left = recipe.find_targets(checkpoint, how.trust_remote_code)
     recipe.check(checkpoint, targets, left)
-    plan = make_plan(checkpoint, how.output, recipe, targets, left)
+    plan = make_plan(checkpoint, output, recipe, targets, left)
     if how.dry_run:
         facts = plan.facts()
-        print(json.dumps(facts, indent=2) if how.json else screen.plan_text(facts))
+        print(json.dumps(facts, indent=2) if how.json_ else screen.plan_text(facts))
         return
     device = parse_device(how.device)
     rank, world_size = find_rank(how.rank, how.world_size)
     started = time.monotonic()
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
-        say(f"{how.output} is complete already")
+        say(f"{output} is complete already")
     else:
         once = sum(shard.elements for shard in plan.shards)
         mine = sum(shard.elements for shard in plan.shards[rank::world_size])
@@ -533,21 +461,19 @@ def _write_artifact(checkpoint, recipe, targets, left, title: str, how: Running)
             else:
                 run_shards(plan, rank, world_size, device, bar.step)
         if finish(plan) is None:
-            say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {how.output}")
-            if how.json:
-                print(
-                    json.dumps({"output": str(how.output), "complete": False, "rank": rank, "world_size": world_size})
-                )
+            say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
+            if how.json_:
+                print(json.dumps({"output": str(output), "complete": False, "rank": rank, "world_size": world_size}))
             return
     facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
-    print(json.dumps(facts, indent=2) if how.json else screen.result_text(facts))
+    print(json.dumps(facts, indent=2) if how.json_ else screen.result_text(facts))
     warnings = facts.get("calibration", {}).get("warnings", [])
     for warning in warnings[:_WARNINGS_SHOWN]:
         say(f"warning: {warning}")
     if len(warnings) > _WARNINGS_SHOWN:
-        say(f"warning: {len(warnings) - _WARNINGS_SHOWN} more in {how.output}/tilepress.json")
+        say(f"warning: {len(warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     if recipe.command.startswith("compress") and not how.quiet:
-        say(f"next: tilepress eval perplexity {how.output} --base {checkpoint.path}")
+        say(f"next: tilepress eval perplexity {output} --base {checkpoint.path}")
 
 
 def _open(model: str, revision: str | None):

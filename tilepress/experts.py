@@ -4,6 +4,7 @@ transformers 5 merges all experts of a layer into two 3-D parameters; checkpoint
 """
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,25 @@ class SeparateExperts(nn.Module):
         return out
 
 
-def experts_path(known: set[str], stored: str) -> str | None:
-    """The model's module for experts stored under `stored`: the same path, or the one experts module of the same layer."""
-    if stored in known:
-        return stored
-    layer = re.search(r"\.(\d+)\.", stored)
-    same_layer = [path for path in known if path.endswith(".experts") and layer and f".{layer[1]}." in path]
-    return same_layer[0] if len(same_layer) == 1 else None
+@dataclass(frozen=True)
+class Place:
+    """Where an expert's weight belongs: the model's experts module (None if it has none such), which expert, which linear layer."""
+
+    experts: str | None
+    number: str
+    linear: str
+
+
+def place_of(weight: str, known: set[str]) -> Place | None:
+    """The place of a weight by its stored name, in a model with the module paths `known`; None if it is no expert's.
+
+    Its experts stand under the same path, or are the only ones of the same layer.
+    """
+    match = EXPERT_WEIGHT.match(weight)
+    if match is None:
+        return None
+    path, layer = match["path"], re.search(r"\.(\d+)\.", match["path"])
+    if path not in known:
+        same_layer = [other for other in known if other.endswith(".experts") and layer and f".{layer[1]}." in other]
+        path = same_layer[0] if len(same_layer) == 1 else None
+    return Place(path, match["number"], match["linear"])

@@ -1,12 +1,20 @@
 """The flags that several commands share, and what their texts mean. One spelling each; torch only where a value needs it."""
 
+import dataclasses
+import functools
+import inspect
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
 from tilepress.formats import UsageError
+
+if TYPE_CHECKING:
+    from tilepress.compress.calibration import Text
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
@@ -38,13 +46,11 @@ WorldSize = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
-
-
 Dataset = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|HUB_ID",
-        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].  [default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
         show_default=False,
     ),
 ]
@@ -55,6 +61,73 @@ Seqlen = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The flags of every command that writes an artifact."""
+
+    ignore: Ignore = None
+    device: Device = "auto"
+    workers: Workers = 1
+    rank: Rank = None
+    world_size: WorldSize = None
+    overwrite: Overwrite = False
+    resume: Resume = False
+    dry_run: DryRun = False
+    trust_remote_code: Trust = False
+    revision: Revision = None
+    json_: Json = False
+    quiet: Quiet = False
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self.ignore or ("lm_head",))
+
+
+def takes(flags: type) -> Callable:
+    """Gives a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
+    hints = get_type_hints(flags, include_extras=True)
+    more = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in dataclasses.fields(flags)
+    ]
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def run(**words):
+            return command(
+                **{k: v for k, v in words.items() if k not in hints}, how=flags(**{k: words[k] for k in hints})
+            )
+
+        signature = inspect.signature(command)
+        own = [parameter for name, parameter in signature.parameters.items() if name != "how"]
+        run.__signature__ = signature.replace(parameters=own + more)
+        run.__annotations__ = {p.name: p.annotation for p in own + more}
+        return run
+
+    return decorate
+
+
+def calibration_text(
+    text_config: dict, dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int
+) -> "Text":
+    """What the flags of calibration ask for; what is not given has its default."""
+    from tilepress.compress.calibration import Text
+
+    return Text(
+        dataset or CALIBRATION_TEXT,
+        128 if nsamples is None else nsamples,
+        default_seqlen(text_config) if seqlen is None else seqlen,
+        seed,
+    )
+
+
+def default_seqlen(text_config: dict) -> int:
+    """2048, or what the model's positions allow."""
+    from tilepress.compress.calibration import max_positions
+
+    return min(2048, max_positions(text_config) or 2048)
 
 
 def parse_device(name: str) -> str:
@@ -92,12 +165,6 @@ def parse_share(text: str) -> float:
     if not 0 <= value < float("inf") or (value > 1 and not percent):
         raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
     return value
-
-
-def default_seqlen(text_config: dict) -> int:
-    """2048, or what the model's positions allow."""
-    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions")
-    return min(2048, longest) if isinstance(longest, int) else 2048
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """How words reach the terminal: progress, tables, errors. Only cli.py uses it. Words go to stderr, results to stdout."""
 
-import re
 import sys
 import time
 
@@ -125,15 +124,16 @@ def result_text(facts: dict) -> str:
     share = facts["bytes"] / facts["source_bytes"]
     lines = [f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})"]
     if "report" in facts:
-        lines += ["", quantization_text(facts["report"], facts.get("calibration")), ""]
+        per_channel = facts["settings"]["activations"] == "channel"
+        lines += ["", quantization_text(facts["report"], facts.get("calibration"), per_channel), ""]
     else:
         lines.append(f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights")
     lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
     return "\n".join(lines)
 
 
-def quantization_text(report: dict, calibration: dict | None) -> str:
-    """The five worst layers, and what calibration saw and left alone."""
+def quantization_text(report: dict, calibration: dict | None, per_channel: bool) -> str:
+    """The five worst layers, and what calibration saw and left alone; `per_channel` is what the folded factors are called."""
     layers = report["layers"]
 
     def share(value: float | None) -> str:
@@ -151,19 +151,15 @@ def quantization_text(report: dict, calibration: dict | None) -> str:
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
+    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")
     if smoothed:
         lines.append(
-            f"  smoothed   {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"
+            f"  {done} {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"
         )
-    for reason in sorted({_general(item["left_alone"]) for item in alone}):
-        names = [item["weights"][0] for item in alone if _general(item["left_alone"]) == reason]
-        lines.append(f"  not smoothed {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
+    for reason in sorted({item["left_alone"] for item in alone}):
+        names = [item["weights"][0] for item in alone if item["left_alone"] == reason]
+        lines.append(f"  {not_done} {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
     return "\n".join(lines)
-
-
-def _general(reason: str) -> str:
-    """A reason without the name of its layer, so that equal ones can be counted."""
-    return re.sub(r",? ?\S+\.\d+\.\S+?,? ", " ", reason).strip()
 
 
 def perplexity_text(result: dict) -> str:

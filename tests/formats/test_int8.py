@@ -145,9 +145,9 @@ def test_every_version_of_compressed_tensors_parses_the_config(version):
         "from compressed_tensors.quantization import QuantizationConfig\n"
         f"assert importlib.metadata.version('compressed-tensors') == {version!r}\n"
         "for config in json.load(sys.stdin):\n"
-        "    found = QuantizationConfig.model_validate(config).config_groups['group_0']\n"
-        "    assert found.weights.num_bits == 8 and found.weights.symmetric\n"
-        "    print(str(found.weights.strategy), found.input_activations and found.input_activations.dynamic)\n"
+        "    group = QuantizationConfig.model_validate(config).config_groups['group_0']\n"
+        "    parts = [p and [p.num_bits, p.strategy, p.symmetric, p.dynamic] for p in (group.weights, group.input_activations)]\n"
+        "    print(json.dumps([group.targets, *parts]))\n"
         "assert 'tilepress' not in sys.modules\n"
     )
     ran = subprocess.run(
@@ -158,7 +158,15 @@ def test_every_version_of_compressed_tensors_parses_the_config(version):
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    assert len(ran.stdout.splitlines()) == 10
+    inputs = {
+        "token": [8, "token", True, True],
+        "tensor": [8, "tensor", True, False],
+        "tensor-asym": [8, "tensor", False, False],
+        "tensor-dynamic": [8, "tensor", True, True],
+        "none": None,
+    }
+    expected = [[["Linear"], [8, w, True, False], inputs[a]] for w in ("channel", "tensor") for a in ACTIVATIONS]
+    assert [json.loads(line) for line in ran.stdout.splitlines()] == expected
 
 
 DYNAMIC = Int8Scheme()
@@ -184,7 +192,8 @@ def artifact(scheme=DYNAMIC, drop=(), **changes):
         else:
             values[name] = value
     tensors = {name: entry for name, entry in tensors.items() if not any(part in name for part in drop)}
-    return scheme.quantization_config(["lm_head"]), tensors, values.__getitem__
+    linears = {name: name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    return scheme.quantization_config(["lm_head"]), tensors, linears, values.__getitem__
 
 
 @pytest.mark.parametrize("weights", ["channel", "tensor"])
@@ -234,7 +243,7 @@ def test_vllm_rules(args, message):
     ],
 )
 def test_vllm_rules_of_the_config(change, message):
-    config, tensors, values = artifact()
+    config, *rest = artifact()
     change(config)
-    findings, _ = vllm_findings(config, tensors, values)
+    findings, _ = vllm_findings(config, *rest)
     assert any(message in finding for finding in findings), findings

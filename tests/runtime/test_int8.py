@@ -1,5 +1,6 @@
 """INT8 models: equal to compressed-tensors in plain transformers, merged layers equal to separate ones, saving, generating."""
 
+import copy
 import json
 import os
 import shutil
@@ -11,8 +12,10 @@ import pytest
 import torch
 from conftest import few_words, quantize
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tilepress
+from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime import int8 as runtime
@@ -37,10 +40,14 @@ from transformers import AutoModelForCausalLM
 path, ids, out = sys.argv[1:]
 model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
 assert not any(info[key] for key in info), info
+layers, hook = {}, lambda name: lambda _, args, y: layers.__setitem__(name, (args[0], y))
+for name, module in model.named_modules():
+    if hasattr(module, "weight_scale"):
+        module.register_forward_hook(hook(name))
 with torch.no_grad():
     logits = model(torch.load(ids)).logits
 assert "tilepress" not in sys.modules and "compressed_tensors" in sys.modules
-torch.save(logits, out)
+torch.save((logits, layers), out)
 """
 
 
@@ -49,32 +56,42 @@ def logits(model, ids=IDS):
         return model(ids.to(model.device)).logits.float()
 
 
-def stock_logits(path, folder):
-    """By plain transformers with the compressed-tensors package, in a process that does not know tilepress."""
+def run_stock(path, folder):
+    """Plain transformers with the compressed-tensors package, in a process that does not know tilepress."""
     if not PACKAGE.exists():
         pytest.skip("`make test` installs compressed-tensors for this")
     torch.save(IDS, folder / "ids.pt")
-    command = [sys.executable, "-c", STOCK, path, folder / "ids.pt", folder / "logits.pt"]
-    ran = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(PACKAGE)}, cwd=folder, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", STOCK, path, folder / "ids.pt", folder / "stock.pt"]
+    env = os.environ | {"PYTHONPATH": str(PACKAGE)}
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+
+
+def stock_run(path, folder):
+    """Its logits, and (input, output) of every quantized linear layer by name."""
+    ran = run_stock(path, folder)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return torch.load(folder / "logits.pt")
+    return torch.load(folder / "stock.pt")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, family, scheme):
-    """float32, several shards, untied and tied (which has biases and odd sizes): equal but for float32 rounding.
+def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monkeypatch, family, scheme):
+    """float32, several shards, untied and tied (which has biases and odd sizes): equal but for float32 rounding, layer by layer on the same
+    inputs.
 
-    A value that lies on the edge of two codes may get one here and the other there, as sums are rounded differently: what comes after
+    In the whole model a value that lies on the edge of two codes may get one here and the other there, as sums are rounded differently: what comes after
     it then differs by a step of quantization. So most positions must be equal, and none may be far.
     """
     source = checkpoint_of(family, torch.float32)
     quantize(source, tmp_path / "out", **SCHEMES[scheme])
     assert len(Checkpoint(tmp_path / "out").shards) > 1
-    theirs, model = stock_logits(tmp_path / "out", tmp_path), tilepress.load(tmp_path / "out")
+    (theirs, layers), model = stock_run(tmp_path / "out", tmp_path), tilepress.load(tmp_path / "out")
     ours = logits(model)
+    assert len(layers) == 14
+    monkeypatch.setattr(runtime, "_FUSABLE", ())
+    separate = tilepress.load(tmp_path / "out")
+    for name, (x, y) in layers.items():
+        torch.testing.assert_close(separate.get_submodule(name)(x), y, rtol=1e-5, atol=1e-5 * float(y.abs().max()))
     assert any(path.startswith(("w8a8_gemm", "w8a16_gemm")) for path in paths(model))
     off = (ours - theirs).abs().amax(-1) / theirs.abs().max()
     assert float(off.max()) < 5e-3
@@ -85,8 +102,17 @@ def test_one_shard_and_bfloat16(checkpoint_of, tmp_path):
     """Their bfloat16 arithmetic rounds where ours counts: near, not equal."""
     quantize(checkpoint_of("llama-tied", shard_size="10MB"), tmp_path / "out")
     assert len(Checkpoint(tmp_path / "out").shards) == 1
-    theirs, ours = stock_logits(tmp_path / "out", tmp_path).float(), logits(tilepress.load(tmp_path / "out"))
+    theirs, ours = stock_run(tmp_path / "out", tmp_path)[0].float(), logits(tilepress.load(tmp_path / "out"))
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen3-moe"])
+def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_path, family):
+    """Conv1D and experts: it must stop, and not take codes for weights."""
+    quantize(checkpoint_of(family), tmp_path / "out")
+    ran = run_stock(tmp_path / "out", tmp_path)
+    assert ran.returncode != 0 and not (tmp_path / "stock.pt").exists()
+    assert "RuntimeError" in ran.stderr, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
@@ -114,7 +140,7 @@ def test_an_int8_layer_against_float64(checkpoint_of, tmp_path):
     ]
     weight, scale, input_scale, zero_point, bias = parts
     codes = torch.clamp(torch.round(x.double() / input_scale + zero_point), -128, 127)
-    exact = (codes - zero_point) * input_scale @ (weight * scale) + bias
+    exact = (codes - zero_point) * input_scale @ (weight[0] * scale.t()) + bias
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
     assert isinstance(layer, Int8Linear) and layer.transposed and "Int8Scheme" in repr(layer)
 
@@ -269,6 +295,40 @@ def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits(tilepress.load(tmp_path / "out")), expected)
     assert int8.scheme_of(config["quantization_config"]) == int8.Int8Scheme()
+
+
+def test_scales_without_a_dimension_and_patterns_in_ignore(checkpoint_of, tmp_path):
+    """As other writers have them."""
+    quantize(checkpoint_of("llama", shard_size="10MB"), tmp_path / "out", **SCHEMES["static"])
+    expected = logits(tilepress.load(tmp_path / "out"))
+    (tmp_path / "out" / "tilepress.json").unlink()
+    shard, config = next((tmp_path / "out").glob("*.safetensors")), tmp_path / "out" / "config.json"
+    tensors = {n: t.reshape(()) if n.endswith("input_scale") else t for n, t in load_file(shard).items()}
+    shard.unlink()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    config.write_text(config.read_text().replace('"lm_head"', '"re:.*lm_head"'))
+    assert torch.equal(logits(tilepress.load(tmp_path / "out")), expected)
+    assert all(check.passed for check in verify(tmp_path / "out"))
+
+
+def test_merged_layers_are_copied_and_pickled(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    model = tilepress.load(tmp_path / "out")
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert isinstance(other.model.layers[0], LlamaDecoderLayer)
+        assert isinstance(other.model.layers[0].mlp.gate_up_proj, MergedInt8Linear)
+        assert torch.equal(logits(other), logits(model))
+
+
+def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
+    pytest.importorskip("accelerate")
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "lm_head": "cpu"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = tilepress.load(tmp_path / "out", device_map=places, offload_folder=tmp_path / "offload")
+    assert type(model.model.layers[0].mlp.up_proj) is Int8Linear
+    torch.testing.assert_close(logits(model), logits(tilepress.load(tmp_path / "out")), rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Static ranges and smoothing factors for INT8, from real text, one decoder layer in memory at a time.
 
 For each layer: which linear layers share an input (they get one scale), with smoothing a first pass over all windows for the channels'
-reach, the factors of each group and their fold, then a pass for the ranges, whose outputs are the next layer's inputs. The float model
-runs: its activations do not depend on how earlier layers were quantized. Memory is one layer, its statistics and the hidden states of
-all windows, kept on the CPU in the model's dtype.
+reach, the factors of each group and their fold, then a pass for the ranges. The outputs of the unfolded layer are the next layer's inputs.
+The float model runs: its activations do not depend on how earlier layers were quantized. Memory is the embeddings, one layer, its
+statistics and the hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tilepress.compress.calibration import Text
+from tilepress.compress.calibration import Text, load_tokenizer
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.observe import InputStats, Observer, clipped_share
 from tilepress.compress.plan import Plan, Progress, source_mtime
@@ -103,13 +103,16 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     layer for activations that are not finite and layers that saw no token.
     """
     checkpoint, text = Checkpoint(plan.source), settings.text
-    windows = text.windows(_tokenizer(checkpoint, settings))
+    windows = text.windows(load_tokenizer(checkpoint.path, settings.trust_remote_code))
+    dtype = settings.dtype or plan.targets[0].dtype
+    compute, kind = _compute_dtype(dtype, device), torch.device(device).type
     sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
-    identity = hashlib.sha256(json.dumps([plan.fingerprint, windows, sources]).encode()).hexdigest()
+    made_from = [plan.fingerprint, windows, sources, kind, dtype_name(compute)]
+    identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     if (plan.work / FACTS).exists():
         if Calibration(plan.work).facts.get("identity") != identity:
             raise UsageError(
-                f"the weights or the text of {text.dataset} have changed since {plan.output} was calibrated",
+                f"the weights, the text of {text.dataset} or the kind of device have changed since {plan.output} was calibrated",
                 "start again with --overwrite",
             )
         return Calibration(plan.work)
@@ -117,9 +120,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     facts: dict = {"identity": identity, "windows": len(windows), "tokens": tokens, "warnings": [], "inputs": []}
     if tokens < wanted:
         facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
-    dtype = settings.dtype or plan.targets[0].dtype
-    compute = _compute_dtype(dtype, device)
-    facts |= {"computed_in": dtype_name(compute), "device": torch.device(device).type}
+    facts |= {"computed_in": dtype_name(compute), "device": kind}
     model = LayerByLayer(checkpoint, plan.targets, device, compute, settings.dtype, settings.trust_remote_code)
     _check_vocabulary(model, windows)
     if model.outside:
@@ -182,18 +183,6 @@ def _check_vocabulary(model: LayerByLayer, windows: list[list[int]]) -> None:
         )
 
 
-def _tokenizer(checkpoint: Checkpoint, settings: Settings):
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:
-        raise TilepressError(
-            f"{checkpoint.path.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
-            "copy tokenizer.json and tokenizer_config.json of the model into its folder",
-        ) from error
-
-
 def _compute_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """The model's own on a card and on CPUs with bfloat16 matrix units; else float32, which is many times faster there."""
     native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)() and dtype == torch.bfloat16
@@ -229,7 +218,7 @@ def _calibrate_layer(
             for i, output in enumerate(_observe(model, layer, modules, inputs, hidden, counting=True)):
                 hidden[i] = output
         for item in inputs:
-            item.choose_range(inputs, names)
+            item.choose_range(inputs)
             item.measure(modules)
     result = {
         "inputs": [item.record(names) for item in inputs],
@@ -286,7 +275,7 @@ class _Input:
         if self.group.producer is None:
             return
         if self.stats.tokens < FEW_TOKENS:
-            self.left_alone = f"saw only {self.stats.tokens} tokens"
+            self.left_alone = f"saw fewer than {FEW_TOKENS} tokens"
             return
         weights, smooth = self.weights(modules), self.settings.smooth
         reach = torch.maximum(self.stats.high, -self.stats.low)
@@ -327,11 +316,14 @@ class _Input:
         return total
 
     def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
-        device = self.stats.low.device
+        """Scale and zero point, where the sampled rows are."""
         scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
-        return scale.to(device), None if zero_point is None else zero_point.to(device)
+        if self.stats.tokens:
+            device = self.stats.low.device
+            return scale.to(device), None if zero_point is None else zero_point.to(device)
+        return scale, zero_point
 
-    def choose_range(self, inputs: list["_Input"], names: dict) -> None:
+    def choose_range(self, inputs: list["_Input"]) -> None:
         """The static range; that of the layer's other experts for one that saw no token."""
         if not self.scheme.static:
             return
@@ -354,11 +346,10 @@ class _Input:
                 f"give more text (--nsamples, --dataset), or --ignore {self.group.linears[0]}",
             )
         for item in others:
-            item.choose_range(inputs, names)
+            item.choose_range(inputs)
         self.borrowed = True
         self.range = min(item.range[0] for item in others), max(item.range[1] for item in others)
-        scale, zero_point = int8.static_scale(*self.range, self.scheme.asymmetric, self.dtype)
-        self.scale, self.zero_point = scale, zero_point
+        self.scale, self.zero_point = self._static(self.range)
 
     def measure(self, modules: dict) -> None:
         """The relative output error of each linear layer on the sampled rows."""

@@ -80,6 +80,34 @@ def token_ids(
     return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
 
 
+def max_positions(text_config: dict) -> int | None:
+    """The longest window that a model's config allows, or None where it names no limit."""
+    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions")
+    return longest if isinstance(longest, int) else None
+
+
+def check_window(seqlen: int, text_config: dict) -> None:
+    """Raises UsageError for windows that are longer than the model's positions."""
+    longest = max_positions(text_config)
+    if longest is not None and seqlen > longest:
+        raise UsageError(
+            f"windows of {seqlen} tokens are longer than the model's {longest} positions", f"use --seqlen {longest}"
+        )
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False):
+    """The tokenizer of a checkpoint. Raises TilepressError if there is none that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise TilepressError(
+            f"{folder.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
+            "copy tokenizer.json and tokenizer_config.json of the model into its folder",
+        ) from error
+
+
 @dataclass(frozen=True)
 class Text:
     """Which text a calibration sees: `nsamples` windows of `seqlen` tokens, each with what the tokenizer puts before a text (BOS)."""

@@ -1,7 +1,7 @@
-"""Changing the layout of weights without changing a value: the recipe behind `tilepress convert`.
+"""Changing the layout of weights: the recipe behind `tilepress convert`.
 
-To `dense`: the packed weights become ordinary tensors again, bit for bit, and the folder loads anywhere. To `tiled-csl`: a
-checkpoint that some other tool pruned (zeros stored densely) becomes an artifact.
+To `dense`: sparse weights become ordinary tensors again, bit for bit; INT8 ones code times scale, rounded to the model's dtype. The folder
+loads anywhere. To `tiled-csl`: a checkpoint that some other tool pruned (zeros stored densely) becomes an artifact, no value changed.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,13 @@ class ConvertRecipe(Recipe):
             raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(LAYOUTS)}")
         check_patterns(self.ignore)
 
+    def find_targets(
+        self, checkpoint: Checkpoint, trust_remote_code: bool = False
+    ) -> tuple[list[Target], list[LeftAlone]]:
+        if self.to == "dense":
+            return packed_targets(checkpoint)
+        return super().find_targets(checkpoint, trust_remote_code)
+
     def settings(self) -> dict:
         return {"to": self.to} | ({"ignore": list(self.ignore)} if self.to != "dense" else {})
 
@@ -40,7 +47,8 @@ class ConvertRecipe(Recipe):
             check_value_dtypes({target.name: target.dtype for target in targets})
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
-        return Compressed(weight, {"error": 0.0})
+        rounded = target.weight.layout == "int8"  # by how much, nobody has measured
+        return Compressed(weight, {} if rounded else {"error": 0.0})
 
 
 def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone]]:

@@ -72,7 +72,7 @@ def _finish(plan: Plan) -> dict | None:
 
 
 def result_config(config: dict, plan: Plan, tensors: list[dict]) -> dict:
-    """The source's config with the result's dtype and `quantization_config`, which is there exactly if a weight is packed."""
+    """The source's config with the result's dtype and `quantization_config`, which is there exactly if a weight is packed or INT8."""
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     if plan.recipe.dtype is not None:
         config["dtype"] = dtype_name(plan.recipe.dtype)
@@ -137,19 +137,21 @@ def model_card(manifest: dict) -> str:
     if int8:
         worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
         lines += [
-            f"{len(int8)} linear weights are INT8 as compressed-tensors stores them (`int-quantized`)"
-            + (
-                ": vLLM, SGLang and transformers with the `compressed-tensors` package load the folder as it is;"
-                if not any("conv1d" in t for t in int8)
-                else ", but in layers (Conv1D) that it does not know: only tilepress loads them;"
-            )
-            + " `tilepress.load(DIR)` runs it on integers.",
+            f"{len(int8)} linear weights are INT8. {_int8_loaders(int8)} `tilepress.load(DIR)` runs it on integers.",
             "",
             f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",
             "",
         ]
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
     return "\n".join(lines)
+
+
+def _int8_loaders(tensors: list[dict]) -> str:
+    if any(t.get("transposed") for t in tensors):
+        return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
+    if any(".experts." in t["name"] for t in tensors):
+        return "The layout is that of compressed-tensors (`int-quantized`), experts one by one: by its rules vLLM takes it, transformers 5 does not."
+    return "The layout is that of compressed-tensors (`int-quantized`): vLLM, SGLang and transformers with that package load the folder as it is."
 
 
 def _settings(settings: dict) -> str:

@@ -2,8 +2,8 @@
 
 The model is built with its parameters on the meta device. What stands before the decoder layers (embeddings) gets its weights once;
 each layer gets its own, runs over all inputs, and gives them back. Everything else about a forward pass (masks, rotary embeddings,
-which layer slides a window) is the model's own business: it is run once with the layers replaced by recorders, which keep the arguments
-that each layer would have had.
+which layer slides a window) is the model's own business: for each window it is run with the layers replaced by recorders, which keep the
+arguments that each layer would have had. They may depend on the window's length, not on its tokens.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tilepress.compress.layouts import converted
 from tilepress.compress.targets import Target, build_meta_model
-from tilepress.experts import EXPERT_WEIGHT, SeparateExperts, experts_path
+from tilepress.experts import SeparateExperts, place_of
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
 
@@ -121,15 +121,12 @@ class LayerByLayer:
         """Experts that are stored one by one become modules of their own."""
         known, found = {path for path, _ in self.model.named_modules()}, {}
         for target in targets:
-            match = EXPERT_WEIGHT.match(target.name)
-            if match and module_path(target.name, known, self.model.base_model_prefix) is None:
-                path = experts_path(known, match["path"]) or experts_path(
-                    known, f"{self.model.base_model_prefix}.{match['path']}"
-                )
-                if path is None:
+            place = place_of(target.name, known)
+            if place and module_path(target.name, known, self.model.base_model_prefix) is None:
+                if place.experts is None:
                     raise UsageError(f"{target.name} has no place in the model", "leave it out with --ignore")
                 linear = nn.Linear(target.cols, target.rows, bias=False, device="meta", dtype=self.dtype)
-                found.setdefault(path, {}).setdefault(match["number"], {})[match["linear"]] = linear
+                found.setdefault(place.experts, {}).setdefault(place.number, {})[place.linear] = linear
         for path, experts in found.items():
             try:
                 self.model.set_submodule(path, SeparateExperts(self.model.get_submodule(path), experts))
@@ -144,10 +141,9 @@ class LayerByLayer:
         placed, unplaced = {}, []
         for target in targets:
             path = module_path(target.name, known, self.model.base_model_prefix)
-            match = EXPERT_WEIGHT.match(target.name)
-            if path is None and match:
-                stem = experts_path(known, match["path"])
-                path = f"{stem}.{match['number']}.{match['linear']}"
+            place = place_of(target.name, known)
+            if path is None and place:
+                path = f"{place.experts}.{place.number}.{place.linear}"
             if path in known:
                 placed[target.name] = path
             else:
@@ -273,7 +269,7 @@ def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dic
 
         return keep
 
-    hooks = [
+    handles = [
         module.register_forward_pre_hook(hook(path))
         for path, module in layer.named_modules(prefix=prefix)
         if linear_shape(module)
@@ -281,6 +277,6 @@ def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dic
     try:
         run()
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
     return seen

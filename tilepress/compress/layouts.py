@@ -128,7 +128,7 @@ class _TiledCSL:
 
 
 class Int8Layout:
-    """int8 codes with the scales of formats/int8.py, the way round that the source stores the weight."""
+    """int8 codes with the scales of formats/int8.py; of a Conv1D as [1, in, out], which no loader takes for its weight."""
 
     name = "int8"
 
@@ -139,7 +139,7 @@ class Int8Layout:
         scale, input_scale, zero_point = int8.part_names(target.name)
         channel = self.scheme.weights == "channel"
         found = [
-            PlannedTensor(target.name, torch.int8, target.elements, 2),
+            PlannedTensor(target.name, torch.int8, target.elements, 3 if target.transposed else 2),
             PlannedTensor(scale, dtype, target.rows if channel else 1, 2 if channel else 1),
         ]
         if self.scheme.static:
@@ -169,10 +169,9 @@ class _Int8:
         if self.scale is None:
             made = self.load()
             for _ in converted(made.weight, made.weight.dtype, target.name):
-                pass
+                pass  # looks at every value: scales of a weight that is not finite mean nothing
             self.scale = int8.weight_scale(made.weight, self.scheme.weights, self.dtype)
-            stored = self.scale.t() if target.transposed and self.scale.dim() == 2 else self.scale
-            self.beside = made.beside | {int8.part_names(target.name)[0]: stored.contiguous()}
+            self.beside = made.beside | {int8.part_names(target.name)[0]: self.scale}
             self.record |= made.record
         if name in self.beside:
             values = self.beside[name]
@@ -183,16 +182,16 @@ class _Int8:
             codes = torch.empty(shape, dtype=torch.int8, device=weight.device)
             for first, rows in self._codes(weight):
                 codes[first : first + len(rows)] = rows
-            shape, pieces = shape[::-1], codes.t().split(_ROWS)
+            shape, pieces = (1, *shape[::-1]), codes.t().split(_ROWS)
         else:
             pieces = (rows for _, rows in self._codes(weight))
         self.record["bytes"] += add(name, shape, pieces)
         self.record |= {
-            "shape": list(shape),
+            "shape": [target.rows, target.cols],
             "dtype": dtype_name(self.scale.dtype),
             "nonzeros": self.nonzeros,
             "error": round((self.noise / self.signal) ** 0.5, 8) if self.signal else 0.0,
-        } | ({"conv1d": True} if target.transposed else {})
+        } | ({"transposed": True} if target.transposed else {})
 
     def _codes(self, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first row, codes of some rows) one after the other; sums up what the record says of them."""

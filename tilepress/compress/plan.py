@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.layouts import Compressed, Layout
-from tilepress.compress.targets import LeftAlone, Target
+from tilepress.compress.targets import LeftAlone, Target, find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, PlannedTensor, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import (
@@ -48,8 +48,15 @@ class Recipe:
     """What a command does to each target. Picklable; everything that changes the result is in `settings`."""
 
     command: str  # as in `tilepress compress prune`
+    ignore: tuple[str, ...] = ()  # patterns of layers that are left alone
     dtype: torch.dtype | None = None  # cast every floating tensor to it first
     passes: int = 1  # over the targets: more if `prepare` reads them too
+
+    def find_targets(
+        self, checkpoint: Checkpoint, trust_remote_code: bool = False
+    ) -> tuple[list[Target], list[LeftAlone]]:
+        """What it works on, and why not on the rest."""
+        return find_targets(checkpoint, self.ignore, trust_remote_code)
 
     def layout(self) -> Layout:
         """Of the targets in the result."""
@@ -165,7 +172,7 @@ class Plan:
             "nonzeros": nonzeros,
             "sparsity": 1 - nonzeros / sum(names.values()),
             "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
-        } | {key: manifest[key] for key in ("calibration", "report") if key in manifest}
+        } | {key: manifest[key] for key in ("settings", "calibration", "report") if key in manifest}
 
 
 def make_plan(

@@ -1,7 +1,8 @@
 """INT8 weights and activations: the recipe behind `tilepress compress quantize`.
 
 Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
-calibrated (calibrate.py). The artifact is compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us.
+calibrated (calibrate.py). The artifact is compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us
+(transformers not with experts, nobody with Conv1D layers: see docs/format.md).
 """
 
 import math
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate, wait_for_calibration
-from tilepress.compress.calibration import Text
+from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import Compressed, Int8Layout, Layout
 from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
-from tilepress.formats.int8 import ACTIVATIONS, FUSED, WEIGHTS, Int8Scheme
+from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Scheme
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
 CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
@@ -53,21 +54,22 @@ class QuantizeRecipe(Recipe):
                 "leave --observer out, or choose --activations tensor, tensor-asym or channel",
             )
         if self.smooth != "off" and self.activations in ("none", "channel"):
-            why = "are not quantized" if self.activations == "none" else "get one scale a channel already"
-            raise UsageError(
-                f"--smooth {self.smooth}, but with --activations {self.activations} they {why}", "leave --smooth out"
+            why = (
+                "leaves inputs in floating point"
+                if self.activations == "none"
+                else "brings every channel to the same reach"
             )
-        if self.calibrates and self.text is None:
+            raise UsageError(
+                f"--smooth {self.smooth}, but --activations {self.activations} {why}: nothing is left to smooth",
+                "leave --smooth out",
+            )
+        if needs_text(self.activations, self.smooth) and self.text is None:
             raise UsageError("static ranges and smoothing need text", "add --dataset FILE or HUB_ID")
         check_patterns(self.ignore)
 
     @property
     def static(self) -> bool:
-        return self.activations in ("tensor", "tensor-asym", "channel")
-
-    @property
-    def calibrates(self) -> bool:
-        return self.static or self.smooth != "off"
+        return self.scheme.static
 
     @property
     def passes(self) -> int:
@@ -126,13 +128,7 @@ class QuantizeRecipe(Recipe):
                 f"the weights are of several dtypes ({', '.join(dtypes)}), calibration runs in one",
                 f"convert on the way: --dtype {dtypes[0]}",
             )
-        config = checkpoint.text_config
-        positions = config.get("max_position_embeddings") or config.get("n_positions")
-        if isinstance(positions, int) and self.text.seqlen > positions:
-            raise UsageError(
-                f"windows of {self.text.seqlen} tokens are longer than the model's {positions} positions",
-                f"use --seqlen {positions}",
-            )
+        check_window(self.text.seqlen, checkpoint.text_config)
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
         if self.text is None:
@@ -150,10 +146,8 @@ class QuantizeRecipe(Recipe):
             return made
         columns, divisors = found.columns(target.name), found.divisors(target.name)
         if columns is not None or divisors is not None:
-            made.weight, made.record = (
-                weight.float(),
-                {"smoothed": True},
-            )  # float32 may be the stored bytes: never in place
+            # Never in place: a float32 weight may be the stored bytes themselves.
+            made.weight, made.record = weight.float(), {"smoothed": True}
             if columns is not None:
                 made.weight = made.weight * columns.to(weight.device)
             if divisors is not None:
@@ -198,10 +192,10 @@ class QuantizeRecipe(Recipe):
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
-        """compressed-tensors' own; ours where it has no such layer (Conv1D), so that no loader without us takes codes for weights."""
+        """compressed-tensors' own; ours where it has no such layer (Conv1D)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
         config = self.scheme.quantization_config(ignore)
-        if any(item.get("conv1d") for item in tensors):
+        if any(item.get("transposed") for item in tensors):
             return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
                 key: config[key] for key in ("config_groups", "ignore")
             }
@@ -230,6 +224,11 @@ def report(tensors: list[dict], calibration: dict | None) -> dict:
             )
     layers.sort(key=lambda layer: (-(layer["output_error"] or 0.0), layer["snr_db"] or math.inf, layer["name"]))
     return {"layers": layers, "worst": [layer["name"] for layer in layers[:5]]}
+
+
+def needs_text(activations: str, smooth: str) -> bool:
+    """Whether these choices are calibrated."""
+    return activations in (*STATIC, "channel") or smooth != "off"
 
 
 def _is_alpha(text: str) -> bool:

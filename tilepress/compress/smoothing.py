@@ -35,15 +35,12 @@ class Group:
     linears: tuple[str, ...]
     producer: str | None  # a norm or a linear layer, or None if a factor cannot be folded into anything
     reason: str = ""  # why not
-    repeat: tuple[int, int] = (
-        1,
-        1,
-    )  # (heads that share a value head, their size): input channel -> producer's output channel
+    repeat: tuple[int, int] = (1, 1)  # (heads that share a value head, their size): input -> producer's output channel
 
-    def shared(self, per_input: Tensor, reduce=torch.amax) -> Tensor:
+    def shared(self, per_input: Tensor) -> Tensor:
         """A quantity of the input channels as one of the producer's output channels: the largest of those that share one."""
         times, size = self.repeat
-        return reduce(per_input.reshape(-1, times, size), 1).reshape(-1)
+        return per_input.reshape(-1, times, size).amax(1).reshape(-1)
 
     def spread(self, per_output: Tensor) -> Tensor:
         """Factors of the producer's output channels as those of the input channels."""
@@ -84,6 +81,10 @@ def find_groups(layer: nn.Module, prefix: str, targets: set[str], head_dim: int,
     return [group if group.producer is None else _tried(group, modules, run) for group in groups]
 
 
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
 def _is_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
@@ -97,12 +98,12 @@ def _candidate(modules: dict, linears: tuple[str, ...], norm: str | None, target
     if producer is None:
         return Group(linears, None, "its input comes neither from a norm nor from a linear layer that a factor passes")
     if producer not in targets:
-        return Group(linears, None, f"{producer} is not quantized")
+        return Group(linears, None, f"{_last(producer)} before it is not quantized")
     wide, narrow = linear_shape(modules[linears[0]])[1], linear_shape(modules[producer])[0]
     if wide == narrow:
         return Group(linears, producer)
     if narrow % head_dim or wide % narrow:
-        return Group(linears, None, f"{producer} has {narrow} outputs for {wide} inputs")
+        return Group(linears, None, f"{_last(producer)} before it has {narrow} outputs for {wide} inputs")
     return Group(linears, producer, repeat=(wide // narrow, head_dim))
 
 
@@ -131,10 +132,7 @@ def _tried(group: Group, modules: dict[str, nn.Module], run) -> Group:
     apply(group, modules, 1 / factors)
     if torch.allclose(before, after, rtol=1e-5, atol=1e-5 * float(before.abs().max())):
         return group
-    kind = "norm" if _is_norm(modules[group.producer]) else "linear layer"
-    return Group(
-        group.linears, None, f"the {kind} before it, {group.producer}, is also used elsewhere or not only scaled"
-    )
+    return Group(group.linears, None, f"{_last(group.producer)} before it is also used elsewhere or not only scaled")
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from tilepress.experts import EXPERT_WEIGHT
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, linear_shape, model_names, module_path
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 
 
@@ -46,7 +46,7 @@ class LeftAlone:
     name: str
     reason: str
     dropped: bool = False  # not even copied
-    module: str | None = None  # the linear layer of the model that stays as it is
+    module: str | None = None  # the linear layer or router that stays as it is
 
 
 def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, device: str = "meta"):
@@ -57,9 +57,6 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
 
     stored = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     kind = stored.get("model_type", "(none)")
-    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
-    if method not in (None, "tilepress"):
-        raise _quantized(checkpoint, method)
     try:
         if trust_remote_code and "auto_map" in stored:
             config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
@@ -110,6 +107,9 @@ def find_targets(
     Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
     linear layer, or a checkpoint without linear weights.
     """
+    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    if method not in (None, "tilepress"):
+        raise _quantized(checkpoint, method)
     if any(weight.layout == "int8" for weight in checkpoint.weights.values()):
         raise _quantized(checkpoint, "int8")
     model = build_meta_model(checkpoint, trust_remote_code)
@@ -130,13 +130,13 @@ def find_targets(
             left.append(LeftAlone(name, "embedding or output head", module=head_path))
         elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
             left.append(LeftAlone(name, "a buffer that the model computes itself: not copied", dropped=True))
+        elif _ROUTER.search(plain) and len(weight.entries[0].shape) == 2:
+            left.append(LeftAlone(name, "expert router", module=linear or plain))
         elif isinstance(target, str):
             left.append(LeftAlone(name, target, module=linear))
         elif found := matching(plain, patterns):
             used.update(found)
             left.append(LeftAlone(name, f"matches --ignore {found[0]}", module=linear))
-        elif _ROUTER.search(plain):
-            left.append(LeftAlone(name, "expert router", module=linear))
         elif path in direct:
             left.append(LeftAlone(name, "the model reads the weight itself, not through its layer", module=linear))
         else:
@@ -155,11 +155,27 @@ def find_targets(
     return targets, left
 
 
+def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:
+    """The stored weights of a model's linear layers and routers, each with the path of its layer as `ignore` lists name it.
+
+    Raises UsageError for an unknown architecture.
+    """
+    model = build_meta_model(checkpoint)
+    modules, found = dict(model.named_modules()), {}
+    for name in (name for name in checkpoint.weights if name.endswith(".weight")):
+        path, stem = module_path(name, set(modules), model.base_model_prefix), name.removesuffix(".weight")
+        if isinstance(modules.get(path), torch.nn.Linear):
+            found[name] = path
+        elif _ROUTER.search(stem):
+            found[name] = stem
+    return found
+
+
 def _describe(checkpoint: Checkpoint, weight: Weight, module: torch.nn.Module | None) -> Target | str:
     """A stored weight as a target, or why it cannot be one. Raises UsageError if it is not of its module's shape."""
     packed = checkpoint.form(weight) if weight.layout != "dense" else None
     shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
-    expert = module is None and _EXPERT.search(weight.name) and len(shape) == 2
+    expert = module is None and EXPERT_WEIGHT.match(weight.name) and len(shape) == 2
     if len(shape) == 3 and ".experts." in weight.name:
         return "experts fused into one 3-D tensor"
     linear = linear_shape(module)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibration import token_ids
+from tilepress.compress.calibration import check_window, token_ids
 from tilepress.formats import TilepressError, UsageError, dtype_name
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
@@ -226,12 +226,7 @@ def _logits(model, window: Tensor) -> Tensor:
 
 def _check_fit(model, base, protocol: Protocol) -> None:
     config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if longest and protocol.seqlen > longest:
-        raise UsageError(
-            f"windows of {protocol.seqlen} tokens are longer than the model's {longest} positions",
-            f"use --seqlen {longest}",
-        )
+    check_window(protocol.seqlen, config.to_dict())
     if base is not None and base.config.get_text_config().vocab_size != config.vocab_size:
         raise UsageError(
             f"the models have vocabularies of {config.vocab_size} and {base.config.get_text_config().vocab_size}",

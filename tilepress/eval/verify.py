@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tilepress.formats import TilepressError, dtype_name, int8
+from tilepress.compress.targets import linear_layers
+from tilepress.formats import TilepressError, UsageError, dtype_name, int8
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -178,7 +179,12 @@ def _vllm(checkpoint: Checkpoint) -> Check:
     if config.get("quant_method") != int8.METHOD:
         return Check("vLLM's rules", 0, (), (f"quant_method is {config.get('quant_method')}: only tilepress loads it",))
     tensors = {e.name: (DTYPE_NAMES[e.dtype], e.shape) for e in checkpoint.tensors.values()}
-    findings, notes = int8.vllm_findings(config, tensors, checkpoint.read)
+    try:
+        linears, unknown = linear_layers(checkpoint), ()
+    except UsageError as error:
+        linears, unknown = {}, (f"float layers were not compared with `ignore`: {error.message}",)
+    findings, notes = int8.vllm_findings(config, tensors, linears, checkpoint.read)
+    notes = (*notes, *unknown)
     return Check("vLLM's rules", len(tensors), tuple(findings), tuple(notes))
 
 
@@ -205,6 +211,7 @@ def _against(
             theirs = source.dense(source.weights[weight.name])
             if weight.layout == "int8" and source.weights[weight.name].layout != "int8":
                 ours, scale = (checkpoint.read(entry.name) for entry in weight.entries[:2])
+                ours, scale = (ours, scale) if ours.dim() == 2 else (ours[0], scale.t())
                 theirs = int8.quantize(theirs.to(scale.dtype), scale) if ours.shape == theirs.shape else theirs
             else:
                 ours = checkpoint.dense(weight)

@@ -62,7 +62,7 @@ class TensorEntry:
 class Form:
     """What a packed weight stands for: [rows, cols] = [out_features, in_features] values of a dtype.
 
-    `transposed`: without us it is stored [cols, rows]. An int8 weight does not say which way round it is: it counts as not transposed.
+    `transposed`: without us it is stored [cols, rows].
     """
 
     rows: int
@@ -341,9 +341,11 @@ class Checkpoint:
         """Shape and dtype of a packed weight, from its headers and small parts."""
         if weight.layout == "int8":
             codes, scale = weight.entries[:2]
-            if len(codes.shape) != 2:
+            transposed = len(codes.shape) == 3 and codes.shape[0] == 1
+            if len(codes.shape) != 2 and not transposed:
                 raise TilepressError(f"int8 weight {weight.name} is {list(codes.shape)}, not a matrix", _REPAIR_HINT)
-            return Form(*codes.shape, scale.dtype, False)
+            rows, cols = codes.shape[:0:-1] if transposed else codes.shape
+            return Form(rows, cols, scale.dtype, transposed)
         packed = self.packed_shape(weight)
         return Form(packed.rows, packed.cols, packed.dtype, packed.transposed)
 
@@ -362,7 +364,7 @@ class Checkpoint:
             return self.read(weight.name).to(device)
         if weight.layout == "int8":
             codes, scale = (self.read(entry.name).to(device) for entry in weight.entries[:2])
-            return int8.dequantize(codes, scale)
+            return int8.dequantize(codes, scale) if codes.dim() == 2 else int8.dequantize(codes[0], scale.t())
         packed = self.packed(weight).to(device)
         problem = tiled_csl.check_bounds(packed)
         if problem:

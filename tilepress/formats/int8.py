@@ -7,6 +7,7 @@ symmetric per token or per tensor, found at run time, or static per tensor (`…
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from tilepress.formats import TilepressError, dtype_name
 
 WEIGHTS = ("channel", "tensor")
 ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
+STATIC = ("tensor", "tensor-asym")  # of them: found before, not at run time
 METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
 QMIN, QMAX = -128, 127
@@ -38,7 +40,7 @@ class Int8Scheme:
 
     @property
     def static(self) -> bool:
-        return self.activations in ("tensor", "tensor-asym")
+        return self.activations in STATIC
 
     @property
     def asymmetric(self) -> bool:
@@ -189,10 +191,13 @@ def examine(name: str, parts: dict[str, Tensor]) -> tuple[dict, list[str]]:
         for part, tensor in parts.items()
         if tensor.is_floating_point() and not bool((torch.isfinite(tensor.float()) & (tensor > 0)).all())
     ]
-    if codes.dim() != 2 or tuple(scale.shape) not in ((codes.shape[0], 1), (1, codes.shape[1]), (1,)):
+    transposed = codes.dim() == 3
+    rows, cols = codes.shape[:0:-1] if transposed else codes.shape
+    if tuple(scale.shape) not in ((rows, 1), (1,)):
         problems.append(f"{scale_name} is {list(scale.shape)} for codes {list(codes.shape)}")
-    nonzeros = sum(int(torch.count_nonzero(piece)) for piece in codes.split(1024))
-    return {"shape": list(codes.shape), "dtype": dtype_name(scale.dtype), "nonzeros": nonzeros}, problems
+    nonzeros = sum(int(torch.count_nonzero(piece)) for piece in codes.reshape(-1).split(1 << 22))
+    found = {"shape": [rows, cols], "dtype": dtype_name(scale.dtype), "nonzeros": nonzeros}
+    return found | ({"transposed": True} if transposed else {}), problems
 
 
 def fake_quantize_input(x: Tensor, scheme: Int8Scheme, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
@@ -204,11 +209,17 @@ def fake_quantize_input(x: Tensor, scheme: Int8Scheme, scale: Tensor | None, zer
     return dequantize(quantize(x, scale, zero_point), scale.float(), zero_point)
 
 
-def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]], value) -> tuple[list[str], list[str]]:
-    """What vLLM would refuse in a W8A8 artifact, and what it has no kernel for: (findings, notes).
+def vllm_findings(
+    config: dict,
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    linears: dict[str, str],
+    value: Callable[[str], Tensor],
+) -> tuple[list[str], list[str]]:
+    """What vLLM would refuse or take wrongly in a W8A8 artifact, and what it has no kernel for: (findings, notes).
 
-    `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `value(name)` reads a small tensor.
-    Rules as of vLLM 0.33 (CompressedTensorsConfig and CompressedTensorsW8A8Int8).
+    `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `linears` the layer's path of each stored
+    weight of a linear layer or router, `value(name)` reads a small tensor. Rules as of vLLM 0.33 (CompressedTensorsConfig and
+    CompressedTensorsW8A8Int8).
     """
     try:
         scheme = scheme_of(config)
@@ -230,8 +241,10 @@ def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]],
         for name, (dtype, _) in tensors.items()
         if name.endswith(".weight") and dtype == "I8"
     }
-    if any(".experts." in path for path in quantized) and scheme.activations != "token":
-        notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
+    if any(".experts." in path for path in quantized):
+        notes.append("transformers 5 with compressed-tensors 0.20 does not load INT8 experts; tilepress does")
+        if scheme.activations != "token":
+            notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
     for path in sorted(quantized):
         findings += _part_findings(path, scheme, tensors)
 
@@ -239,8 +252,14 @@ def vllm_findings(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]],
         patterns = config.get("ignore") or ()
         return any(re.match(p[3:], path) if p.startswith("re:") else p == path for p in patterns)
 
-    if "lm_head" not in quantized and not ignored("lm_head"):
-        findings.append("lm_head is float but not in `ignore`: transformers would return NaN")
+    float_layers = {path for name, path in linears.items() if name.removesuffix(".weight") not in quantized}
+    if "lm_head" not in quantized:
+        float_layers.add("lm_head")  # also where it is tied, and not stored
+    findings += [
+        f"{path} is float but not in `ignore`: loaders would wait for its scale, or compute with none"
+        for path in sorted(float_layers)
+        if not ignored(path)
+    ]
     findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
         for names in FUSED:

@@ -1,7 +1,8 @@
 """INT8 linear layers, and decoder layers in which they share a quantized input.
 
-`Int8Linear` takes the place of any linear layer. In a decoder layer of the Llama kind (`FusedLayer`) the norms quantize what they make,
-q, k and v are one GEMM, gate and up another, and SiLU-mul quantizes for the last one: four GEMMs and four fused ops beside attention.
+`Int8Linear` takes the place of any linear layer. `fuse` turns decoder layers of the Llama kind into ones in which q, k and v are one GEMM,
+gate and up another, both norms quantize what they make and SiLU-mul quantizes for the last GEMM: three fused ops and four GEMMs, of
+which o's quantizes its input, the attention's output, by itself.
 """
 
 from functools import cache
@@ -20,7 +21,7 @@ _TENSORS = ("weight", "weight_scale", "input_scale", "input_zero_point", "bias")
 class Int8Linear(nn.Module):
     """y = x W^T + bias with an int8 weight and, unless the scheme is weight-only, an input quantized to int8.
 
-    Buffers as on disk: `weight` int8 [out, in] ([in, out] in place of a Conv1D), `weight_scale` [out, 1] ([1, out]) or [1], and for static
+    Buffers as on disk: `weight` int8 [out, in] ([1, in, out] in place of a Conv1D), `weight_scale` [out, 1] or [1], and for static
     schemes `input_scale` [1] and `input_zero_point` int8 [1].
     """
 
@@ -32,28 +33,24 @@ class Int8Linear(nn.Module):
         dtype: torch.dtype,
         bias: bool,
         transposed: bool = False,
-        device: torch.device | str = "meta",
     ):
+        """Empty, on the meta device: a loader fills it."""
         super().__init__()
-        self.out_features, self.in_features, self.scheme, self.transposed = (
-            out_features,
-            in_features,
-            scheme,
-            transposed,
-        )
-        shape, scales = (out_features, in_features), (out_features, 1)
-        if transposed:
-            shape, scales = shape[::-1], scales[::-1]
-        self.register_buffer("weight", torch.empty(shape, dtype=torch.int8, device=device))
-        scales = scales if scheme.weights == "channel" else (1,)
-        self.register_buffer("weight_scale", torch.empty(scales, dtype=dtype, device=device))
+        self.out_features, self.in_features = out_features, in_features
+        self.scheme, self.transposed = scheme, transposed
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        shape = (1, in_features, out_features) if transposed else (out_features, in_features)
+        self.register_buffer("weight", empty(*shape, dtype=torch.int8))
+        scales = (out_features, 1) if scheme.weights == "channel" else (1,)
+        self.register_buffer("weight_scale", empty(*scales))
         if scheme.static:
-            self.register_buffer("input_scale", torch.empty(1, dtype=dtype, device=device))
+            self.register_buffer("input_scale", empty(1))
         if scheme.asymmetric:
-            self.register_buffer("input_zero_point", torch.empty(1, dtype=torch.int8, device=device))
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
-        )
+            self.register_buffer("input_zero_point", empty(1, dtype=torch.int8))
+        self.bias = nn.Parameter(empty(out_features), requires_grad=False) if bias else None
 
     @property
     def mode(self) -> int:
@@ -67,7 +64,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         if self.scheme.activations == "none":
-            return ops.w8a16_gemm(x, self.matrix, self.scales, self.bias)
+            return ops.w8a16_gemm(x, self.matrix, self.weight_scale, self.bias)
         scale, zero_point = self.static
         if scale is not None:
             return self.multiply(ops.quantize_int8_static(x, scale, zero_point), scale, x.dtype)
@@ -75,17 +72,12 @@ class Int8Linear(nn.Module):
 
     def multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """codes int8 [..., in_features] with their scale -> [..., out_features] of `dtype`."""
-        return ops.w8a8_gemm(codes, scale, self.static[1], self.matrix, self.scales, self.bias, dtype)
+        return ops.w8a8_gemm(codes, scale, self.static[1], self.matrix, self.weight_scale, self.bias, dtype)
 
     @property
     def matrix(self) -> Tensor:
         """[out, in], whatever way round it is stored."""
-        return self.weight.t() if self.transposed else self.weight
-
-    @property
-    def scales(self) -> Tensor:
-        """[out, 1] or [1]."""
-        return self.weight_scale.t() if self.transposed and self.weight_scale.dim() == 2 else self.weight_scale
+        return self.weight[0].t() if self.transposed else self.weight
 
     @property
     def path(self) -> str:
@@ -223,7 +215,7 @@ def _fits(layer: nn.Module) -> bool:
 
 @cache
 def _fused_class(kind: type) -> type:
-    """The layer's own class with another forward: whatever asks for its type or its attributes finds them."""
+    """A subclass of the layer's own class with another forward: whatever asks for an instance of it, or its attributes, finds them."""
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         qkv, gate_up, down = self.self_attn.qkv_proj, self.mlp.gate_up_proj, self.mlp.down_proj

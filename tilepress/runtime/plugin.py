@@ -13,7 +13,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tilepress.experts import EXPERT_WEIGHT, SeparateExperts, experts_path
+from tilepress.experts import SeparateExperts, place_of
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import (
     COMPUTED_BUFFER,
@@ -167,15 +167,13 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint, scheme: Int8S
         if weight.layout == "int8" and scheme is None:
             raise TilepressError(f"{weight.name} is int8, but config.json has no scheme for it", _VERIFY)
         path = module_path(weight.name, set(modules), model.base_model_prefix)
-        match = EXPERT_WEIGHT.match(weight.name)
         if path is not None:
             model.set_submodule(path, _packed_module(checkpoint, weight, scheme, modules[path], dtype))
-        elif match:
-            stem = experts_path(set(modules), match["path"])
-            if stem is None:
+        elif place := place_of(weight.name, set(modules)):
+            if place.experts is None:
                 raise TilepressError(f"{weight.name} belongs to experts that the model does not have", _VERIFY)
-            linears = experts.setdefault(stem, {}).setdefault(match["number"], {})
-            linears[match["linear"]] = _packed_module(checkpoint, weight, scheme, None, dtype)
+            linears = experts.setdefault(place.experts, {}).setdefault(place.number, {})
+            linears[place.linear] = _packed_module(checkpoint, weight, scheme, None, dtype)
         else:
             raise TilepressError(
                 f"{weight.name} is packed, but {type(model).__name__} has no linear layer of that name", _VERIFY
@@ -200,13 +198,11 @@ def _packed_module(
     """The module for a packed weight in place of `original`, a linear layer; of an expert there is none."""
     form, shape = checkpoint.form(weight), linear_shape(original)
     bias = getattr(original, "bias", None)
-    transposed = weight.layout == "int8" and bool(shape and shape[2])
-    rows, cols = (form.cols, form.rows) if transposed else (form.rows, form.cols)
-    if original is not None and (shape is None or shape[:2] != (rows, cols)):
+    if original is not None and (shape is None or shape[:2] != (form.rows, form.cols)):
         found = type(original).__name__ if shape is None else shape[:2]
-        raise TilepressError(f"{weight.name} is packed as {rows} x {cols}, the model has {found}", _VERIFY)
+        raise TilepressError(f"{weight.name} is packed as {form.rows} x {form.cols}, the model has {found}", _VERIFY)
     if weight.layout == "int8":
-        made = Int8Linear(rows, cols, scheme, dtype, bias is not None, transposed)
+        made = Int8Linear(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed)
         for entry in weight.entries[2:]:
             if entry.shape == ():  # other writers' way to store one number
                 name = entry.name.rpartition(".")[2]
