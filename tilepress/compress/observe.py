@@ -37,7 +37,7 @@ class Observer:
             raise UsageError(f"--percentile {self.percentile:g} is not in {low}..{high}", "99.999 is usual")
 
     def range(self, histogram: Tensor, low: float, high: float, asymmetric: bool) -> tuple[float, float]:
-        """(low, high) to cover, from a histogram of `counts` and the extremes; symmetric ranges are (-r, r)."""
+        """(low, high) to cover, from the histogram of `InputStats` and the extremes; symmetric ranges are (-r, r)."""
         if self.name == "minmax" or not high > low:
             return (low, high) if asymmetric else (-max(-low, high), max(-low, high))
         values, counts = occupied(histogram)
@@ -48,7 +48,7 @@ class Observer:
 
 @dataclass
 class InputStats:
-    """What was seen of one input [tokens, channels]; memory is two rows, `max_rows` sampled rows and the histogram."""
+    """What was seen of one input [tokens, channels]; memory is two rows, up to twice `max_rows` sampled rows and the histogram."""
 
     max_rows: int
     seed: int

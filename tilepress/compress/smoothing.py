@@ -5,7 +5,8 @@ the input: a norm before it (its weight and bias), or a linear layer whose outpu
 (`up_proj` to `down_proj` past the gate; `v_proj` to `o_proj` past the attention, with one factor for the heads that share a value head).
 
 Whether a fold leaves the function alone is not believed but tried, on the layer at hand: random powers of two, which are exact in every
-floating dtype, must leave the layer's output as it was. So an architecture needs no table of its norms, only to pass the trial.
+floating dtype, must leave the layer's output as it was. So an architecture needs no table of its norms, only to pass the trial; pairs of
+linear layers are proposed by their names (_PAIRS).
 """
 
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def exact_factors(factors: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def smooth_factors(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), with geometric mean 1; 1 where a channel is always zero."""
+    """s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), with geometric mean 1 over live channels, kept in 1e-4..1e4; 1 where a channel is always zero."""
     s = inputs.clamp(min=1e-12).double() ** alpha / weights.clamp(min=1e-12).double() ** (1 - alpha)
     live = (inputs > 0) & (weights > 0)
     if not bool(live.any()):
