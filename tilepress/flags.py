@@ -116,7 +116,7 @@ def calibration_text(
     from tilepress.compress.calibration import Text
 
     return Text(
-        dataset or CALIBRATION_TEXT,
+        CALIBRATION_TEXT if dataset is None else dataset,
         128 if nsamples is None else nsamples,
         default_seqlen(text_config) if seqlen is None else seqlen,
         seed,

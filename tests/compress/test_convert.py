@@ -1,8 +1,10 @@
 """`convert`: dense is bit-identical and loads anywhere; packing it again gives the same files."""
 
+import json
+
 import pytest
 import torch
-from conftest import prune
+from conftest import prune, quantize
 from transformers import AutoModelForCausalLM
 
 from tilepress.formats.checkpoint import Checkpoint
@@ -32,9 +34,29 @@ def test_to_dense_keeps_float16(checkpoint_of, tmp_path, cli):
     assert {entry.dtype for entry in Checkpoint(tmp_path / "dense").tensors.values()} == {torch.float16}
 
 
+def test_other_kinds_of_quantization_are_not_taken_for_ours(checkpoint_of, tmp_path, cli):
+    """Asymmetric weights have zero points that would be lost."""
+    quantize(checkpoint_of("llama"), tmp_path / "int8")
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())
+    (tmp_path / "int8" / "tilepress.json").unlink()
+    for change in ({"symmetric": False}, {"strategy": "group", "group_size": 32}, {"type": "float"}):
+        group = {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": config["quantization_config"]["config_groups"]["group_0"]["weights"] | change,
+            }
+        }
+        changed = config | {"quantization_config": config["quantization_config"] | {"config_groups": group}}
+        (tmp_path / "int8" / "config.json").write_text(json.dumps(changed))
+        ran = cli("convert", tmp_path / "int8", "-o", tmp_path / "dense", "--to", "dense")
+        assert ran.code == 1 and "quantization_config" in ran.err and not (tmp_path / "dense").exists()
+
+
 def test_dense_needs_no_conversion(cli, tiny, tmp_path):
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "dense")
     assert ran.code == 2 and "no packed weight" in ran.err
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "zip")
     assert ran.code == 2 and "dense, tiled-csl" in ran.err
+    ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "dense", "--ignore", "lm_head.no")
+    assert ran.code == 2 and "--to tiled-csl" in ran.err
     assert not (tmp_path / "x").exists()

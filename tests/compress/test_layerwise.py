@@ -1,8 +1,11 @@
 """Layer by layer is the model: every layer's output equals the whole model's; folds leave it unchanged; only one layer is in memory."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tilepress.compress import smoothing
@@ -132,6 +135,31 @@ def test_folding_leaves_the_float_model_unchanged(checkpoint_of, family, dtype):
         after = model(IDS[None]).logits
     assert folds >= 2
     assert float((after - before).abs().max()) <= 1e-5 * float(before.abs().max()) + 1e-6
+
+
+def test_a_large_residual_stream_hides_no_wrong_fold(checkpoint_of, tmp_path):
+    """Gemma's norms scale by 1 + w: no fold leaves the layer alone, however large the values are that pass it by."""
+    shutil.copytree(checkpoint_of("gemma", torch.float32, shard_size="10MB"), tmp_path / "gemma")
+    tensors = load_file(tmp_path / "gemma" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][int(IDS[0]), 5] = 1e5
+    (tmp_path / "gemma" / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "gemma" / "model.safetensors", metadata={"format": "pt"})
+    for groups in groups_of(tmp_path / "gemma").values():
+        assert [g.producer is None for g in groups] == [True, False, True, False]
+
+
+def test_norms_of_single_heads_are_no_producers_of_the_whole_input(tmp_path):
+    """Qwen3-Next: out_proj reads the reshaped output of a norm that is one head wide."""
+    config = transformers.Qwen3NextConfig(
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=300, num_experts=4, num_experts_per_tok=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"], bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    reasons = {g.linears[0].rpartition(".")[2]: g.reason for found in groups_of(tmp_path).values() for g in found}
+    assert "neither from a norm" in reasons["out_proj"]
 
 
 def test_exact_factors_undo_the_rounding_of_the_norm():

@@ -19,7 +19,9 @@ from tilepress import demo
 from tilepress.compress import calibrate as calibrating, shards
 from tilepress.compress.calibrate import wait_for_calibration
 from tilepress.compress.calibration import Text
+from tilepress.compress.finish import finish
 from tilepress.compress.observe import Observer
+from tilepress.compress.plan import make_plan, open_output
 from tilepress.compress.quantize import CHOICES, QuantizeRecipe
 from tilepress.compress.targets import find_targets
 from tilepress.eval.perplexity import Protocol, perplexity
@@ -282,6 +284,18 @@ def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli):
     assert digest(tmp_path / "one") == digest(tmp_path / "two") == digest(tmp_path / "ranks")
 
 
+def test_a_rank_without_work_sees_that_the_others_are_done(checkpoint_of, tmp_path):
+    recipe, source, out = QuantizeRecipe(**STATIC), checkpoint_of("llama", shard_size="10MB"), tmp_path / "out"
+    checkpoint = Checkpoint(source)
+    plan = make_plan(checkpoint, out, recipe, *recipe.find_targets(checkpoint))
+    open_output(plan, resume=False, overwrite=False)
+    shards.run_shards(plan, rank=0, world_size=2)
+    finish(plan)
+    before = digest(out)
+    shards.run_shards(plan, rank=1, world_size=2)
+    assert digest(out) == before
+
+
 def test_a_rank_gives_up_when_rank_0_does_nothing(tmp_path):
     with pytest.raises(TilepressError, match="has written nothing"):
         wait_for_calibration(tmp_path, lambda what, count: None, patience_s=0.05, every_s=0.01)
@@ -542,6 +556,57 @@ def test_half_of_a_fused_group_names_both(checkpoint_of, tmp_path, cli):
     assert "q_proj.weight" in err and "k_proj.weight" in err
 
 
+@pytest.mark.parametrize("pattern", ["*.experts.0.*", "*.experts.*.down_proj"])
+def test_some_of_the_experts_cannot_stay_float(checkpoint_of, tmp_path, cli, pattern):
+    ran = cli("compress", "quantize", checkpoint_of("qwen3-moe"), "-o", tmp_path / "out", "--ignore", pattern)
+    assert ran.code == 2 and "experts run as one" in ran.err and not (tmp_path / "out").exists()
+
+
+def test_float_experts_are_in_ignore(checkpoint_of, tmp_path):
+    quantize(checkpoint_of("qwen3-moe"), tmp_path / "out", ignore=("lm_head", "*.experts.*"))
+    ignore = Checkpoint(tmp_path / "out").config["quantization_config"]["ignore"]
+    assert "model.layers.1.mlp.experts.3.down_proj" in ignore and len(ignore) == 1 + 2 + 2 * 4 * 3
+    checks = verify(tmp_path / "out")
+    assert all(c.passed for c in checks) and any("mixture" in note for c in checks for note in c.notes)
+    assert (
+        "transformers" not in (tmp_path / "out" / "README.md").read_text().partition("by its rules")[2].split("\n")[0]
+    )
+
+
+def test_names_without_the_models_prefix_verify(checkpoint_of, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of("qwen3-moe", shard_size="10MB"), source)
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantize(source, tmp_path / "out")
+    assert [f for check in verify(tmp_path / "out") for f in check.findings] == []
+
+
+@pytest.mark.parametrize(
+    "settings,who",
+    [
+        ({}, "vLLM, SGLang, transformers"),
+        ({"activations": "none"}, "as it is: transformers"),
+        ({"activations": "tensor-dynamic"}, "as it is: transformers"),
+    ],
+)
+def test_the_card_says_who_else_loads_it(checkpoint_of, tmp_path, settings, who):
+    quantize(checkpoint_of("llama"), tmp_path / "out", **settings)
+    assert who in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_unseen_experts_cost_no_search_of_their_own(checkpoint_of, tmp_path, monkeypatch):
+    text, searches = tmp_path / "a.txt", []
+    text.write_text("a")
+    search = Observer.range
+    monkeypatch.setattr(Observer, "range", lambda *args: searches.append(None) or search(*args))
+    source = checkpoint_of("mixtral", num_local_experts=8, num_experts_per_tok=1)
+    manifest = quantize(source, tmp_path / "out", activations="tensor", text=few_words(8, 64, text))
+    assert len(searches) == sum(item["tokens"] > 0 for item in manifest["calibration"]["inputs"])
+
+
 def test_already_quantized(checkpoint_of, tmp_path, cli):
     for family in ("llama", "gpt2"):
         quantize(checkpoint_of(family), tmp_path / family)
@@ -560,7 +625,9 @@ def test_fewer_tokens_than_asked_are_used_and_told(checkpoint_of, tmp_path, cli)
     source = checkpoint_of("llama")
     words = ["--activations", "tensor", "--dataset", text, "--nsamples", 8, "--seqlen", 64]
     ran = cli("compress", "quantize", source, "-o", tmp_path / "out", *words)
-    assert ran.code == 0 and "tokens of the 512 asked for" in ran.err
+    assert ran.code == 0 and "gave 254 tokens of the 512 asked for" in ran.err  # 250 bytes, a start for each window
+    calibration = json.loads((tmp_path / "out" / "tilepress.json").read_text())["calibration"]
+    assert calibration["windows"] == 4 and calibration["tokens"] == 250 + 4
     assert json.loads((tmp_path / "out" / "tilepress.json").read_text())["calibration"]["warnings"]
     for nothing in ("", " \n\n "):
         text.write_text(nothing)
@@ -627,11 +694,25 @@ def test_weights_of_several_dtypes_calibrate_after_a_conversion(checkpoint_of, t
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].float()
     (source / "model.safetensors").unlink()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match="several dtypes"):
+    with pytest.raises(UsageError, match="float32 and|and float32"):
         quantize(source, tmp_path / "out", **STATIC)
+    with pytest.raises(UsageError, match="one dtype"):
+        quantize(source, tmp_path / "dynamic")
     quantize(source, tmp_path / "out", dtype=torch.bfloat16, **STATIC)
-    quantize(source, tmp_path / "dynamic")
-    assert all(c.passed for name in ("out", "dynamic") for c in verify(tmp_path / name, source))
+    assert all(c.passed for c in verify(tmp_path / "out", source))
+
+
+def test_weights_in_another_dtype_than_the_config_says(checkpoint_of, tmp_path):
+    """Loaders would round the scales again."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of("llama", torch.float32), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with pytest.raises(UsageError) as error:
+        quantize(source, tmp_path / "out")
+    assert "--dtype bfloat16" in error.value.hint
+    quantize(source, tmp_path / "out", dtype=torch.bfloat16)
+    assert {e.dtype for n, e in Checkpoint(tmp_path / "out").tensors.items() if n.endswith("scale")} == {torch.bfloat16}
 
 
 def test_activations_that_overflow_name_the_layer(checkpoint_of, tmp_path):

@@ -276,6 +276,28 @@ def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, c
         assert ran.code == 3 and message in ran.out, ran.out
 
 
+@pytest.mark.parametrize("shape", [(-1,), (2, -1, 64), (1, 1, -1, 64)])
+def test_verify_lists_codes_of_any_shape(checkpoint_of, tmp_path, cli, shape):
+    quantize(checkpoint_of("llama", shard_size="10MB"), tmp_path / "out")
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    tensors = load_file(shard)
+    tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"].reshape(shape).contiguous()
+    shard.unlink()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    ran = cli("verify", tmp_path / "out")
+    assert ran.code == 3 and f"{LAYER}.weight" in ran.out and "not a matrix" in ran.out
+
+
+@pytest.mark.parametrize("ignore", [["re:("], [3], "lm_head"])
+def test_verify_lists_an_ignore_that_is_none(checkpoint_of, tmp_path, cli, ignore):
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ignore
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    ran = cli("verify", tmp_path / "out")
+    assert ran.code == 3 and "ignore" in ran.out
+
+
 def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
     """With the keys that llm-compressor writes, without a manifest."""
     quantize(checkpoint_of("llama"), tmp_path / "out")

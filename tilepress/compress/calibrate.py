@@ -35,7 +35,7 @@ from tilepress.compress.smoothing import (
 )
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
 from tilepress.formats.artifact import to_json, write_atomic
-from tilepress.formats.checkpoint import Checkpoint, linear_shape, read_json
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, linear_shape, read_json
 
 FACTS = "calibration.json"  # in the work folder
 _TENSORS = "calibration.safetensors"
@@ -155,10 +155,14 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     return Calibration(plan.work)
 
 
-def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 1800.0, every_s: float = 1.0) -> None:
-    """Another rank's wait until rank 0 has calibrated. Raises TilepressError when nothing has happened for so long."""
+def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 1800.0, every_s: float = 1.0) -> bool:
+    """Another rank's wait until rank 0 has calibrated; False if the whole artifact is complete by then.
+
+    Raises TilepressError when nothing has happened for so long."""
     changed, seen = time.monotonic(), None
     while not (work / FACTS).exists():
+        if (work.parent / MANIFEST_NAME).exists():
+            return False
         progress("waiting for the calibration of rank 0", 0)
         files = sorted(path.name for path in work.glob("layer-*"))
         if files != seen:
@@ -169,6 +173,7 @@ def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 180
                 "look at rank 0, then start again",
             )
         time.sleep(every_s)
+    return True
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -324,8 +329,8 @@ class _Input:
         return scale, zero_point
 
     def choose_range(self, inputs: list["_Input"]) -> None:
-        """The static range; that of the layer's other experts for one that saw no token."""
-        if not self.scheme.static:
+        """The static range, unless it is chosen already; that of the layer's other experts for one that saw no token."""
+        if not self.scheme.static or self.range is not None:
             return
         if self.stats.tokens:
             low, high = float(self.stats.low.min()), float(self.stats.high.max())

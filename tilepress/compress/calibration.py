@@ -128,7 +128,7 @@ class Text:
         step = self.seqlen - len(start)
         ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed, special_tokens=False)
         windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
-        if len(windows) > 1 and len(windows[-1]) < self.seqlen:
+        if len(windows) > self.nsamples and len(windows[-1]) < self.seqlen:
             windows.pop()
         if not ids:
             raise UsageError(f"{self.dataset} has no text", "give another --dataset")

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilepress.compress.layouts import LAYOUTS, Compressed, Layout
 from tilepress.compress.plan import Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
 
 
@@ -33,6 +33,8 @@ class ConvertRecipe(Recipe):
         self, checkpoint: Checkpoint, trust_remote_code: bool = False
     ) -> tuple[list[Target], list[LeftAlone]]:
         if self.to == "dense":
+            if set(self.ignore) - {"lm_head"}:
+                raise UsageError("--ignore goes with --to tiled-csl: --to dense unpacks every weight", "leave it out")
             return packed_targets(checkpoint)
         return super().find_targets(checkpoint, trust_remote_code)
 
@@ -52,8 +54,14 @@ class ConvertRecipe(Recipe):
 
 
 def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone]]:
-    """Every packed weight as a target: what `--to dense` converts. Needs no model class, so it works for any architecture."""
+    """Every packed weight as a target: what `--to dense` converts. Needs no model class, so it works for any architecture.
+
+    Raises TilepressError for a quantized checkpoint of a kind that is not ours to read.
+    """
     targets, left = [], []
+    quantization = checkpoint.config.get("quantization_config") or {}
+    if quantization.get("quant_method", "tilepress") != "tilepress":
+        int8.scheme_of(quantization)
     for weight in checkpoint.weights.values():
         if weight.layout == "dense":
             left.append(LeftAlone(weight.name, "already dense"))

@@ -137,7 +137,7 @@ def model_card(manifest: dict) -> str:
     if int8:
         worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
         lines += [
-            f"{len(int8)} linear weights are INT8. {_int8_loaders(int8)} `tilepress.load(DIR)` runs it on integers.",
+            f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} `tilepress.load(DIR)` runs it.",
             "",
             f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",
             "",
@@ -146,12 +146,16 @@ def model_card(manifest: dict) -> str:
     return "\n".join(lines)
 
 
-def _int8_loaders(tensors: list[dict]) -> str:
-    if any(t.get("transposed") for t in tensors):
+def _int8_loaders(manifest: dict) -> str:
+    """Who else loads an INT8 artifact."""
+    tensors, activations = manifest["tensors"], manifest["settings"]["activations"]
+    if any(t["layout"] == "int8" and t.get("transposed") for t in tensors):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
-    if any(".experts." in t["name"] for t in tensors):
-        return "The layout is that of compressed-tensors (`int-quantized`), experts one by one: by its rules vLLM takes it, transformers 5 does not."
-    return "The layout is that of compressed-tensors (`int-quantized`): vLLM, SGLang and transformers with that package load the folder as it is."
+    experts = any(".experts." in t["name"] for t in tensors)
+    runs = activations not in ("none", "tensor-dynamic") and (activations == "token" or not experts)
+    others = [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
+    layout = "The layout is that of compressed-tensors (`int-quantized`)"
+    return f"{layout}; by its rules these load the folder as it is: {', '.join(others) or 'none other'}."
 
 
 def _settings(settings: dict) -> str:

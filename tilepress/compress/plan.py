@@ -75,10 +75,10 @@ class Recipe:
         """Anonymous memory of a run, about."""
         return 2 * max(t.elements * (self.dtype or t.dtype).itemsize for t in targets)
 
-    def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict:
+    def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict | None:
         """Looks at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
 
-        Its files are in `plan.work`, so a resumed run finds them and ranks share them.
+        Its files are in `plan.work`, so a resumed run finds them and ranks share them. None if other ranks have completed the artifact.
         """
         return {}
 

@@ -18,6 +18,7 @@ from tilepress.compress.layouts import Compressed, Int8Layout, Layout
 from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns
+from tilepress.experts import EXPERT_WEIGHT
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Scheme
@@ -101,8 +102,9 @@ class QuantizeRecipe(Recipe):
         return self.observer or Observer()
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        self._check_dtype(checkpoint, targets)
         if self.text is not None:
-            self._check_text(checkpoint, targets)
+            check_window(self.text.seqlen, checkpoint.text_config)
         packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]
         kept = [item.name for item in left_alone if item.name in packed]
         if kept:
@@ -111,6 +113,14 @@ class QuantizeRecipe(Recipe):
                 "quantize it too, or `tilepress convert --to dense` first",
             )
         chosen, others = {t.name for t in targets}, {item.name: item.reason for item in left_alone}
+        for name, reason in others.items():
+            match = EXPERT_WEIGHT.match(name)
+            same = match and next((t for t in sorted(chosen) if t.startswith(f"{match['path']}.")), None)
+            if same:
+                raise UsageError(
+                    f"{same} would be quantized and {name} not ({reason}): a layer's experts run as one",
+                    "ignore all experts of a layer, or none",
+                )
         for name in sorted(chosen):
             stem, _, last = name.removesuffix(".weight").rpartition(".")
             for fused in (names for names in FUSED if last in names):
@@ -121,20 +131,21 @@ class QuantizeRecipe(Recipe):
                             "ignore both, or neither",
                         )
 
-    def _check_text(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
+    def _check_dtype(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
+        """Scales are stored in the weights' dtype: it has to be the one that loaders run the model in."""
         dtypes = sorted({dtype_name(target.dtype) for target in targets})
-        if self.dtype is None and len(dtypes) > 1:
+        declared = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or dtypes[0]
+        if self.dtype is None and dtypes != [declared]:
             raise UsageError(
-                f"the weights are of several dtypes ({', '.join(dtypes)}), calibration runs in one",
-                f"convert on the way: --dtype {dtypes[0]}",
+                f"the weights are {' and '.join(dtypes)}, config.json says {declared}: scales must be in one dtype",
+                f"convert on the way: --dtype {declared}",
             )
-        check_window(self.text.seqlen, checkpoint.text_config)
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         if self.text is None:
             return {"calibration": None}
-        if rank:
-            wait_for_calibration(plan.work, progress)
+        if rank and not wait_for_calibration(plan.work, progress):
+            return None
         smooth = "channel" if self.activations == "channel" else self.smooth
         settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
         return {"calibration": calibrate(plan, settings, device, progress)}

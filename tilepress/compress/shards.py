@@ -29,7 +29,7 @@ def run_shards(
 ) -> None:
     """Writes this rank's shards that are not done yet. Raises TilepressError; what is done stays for --resume."""
     state = plan.recipe.prepare(plan, rank, device, progress)
-    for shard in plan.shards[rank::world_size]:
+    for shard in plan.shards[rank::world_size] if state is not None else ():
         _ensure_shard(plan, shard, state, device, progress)
 
 
@@ -38,6 +38,8 @@ def run_parallel(
 ) -> None:
     """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin."""
     state = plan.recipe.prepare(plan, rank, device, progress)
+    if state is None:
+        return
     cards = torch.cuda.device_count() if device == "cuda" else 0
     context = multiprocessing.get_context("spawn")
     lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies

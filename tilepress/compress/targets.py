@@ -126,6 +126,7 @@ def find_targets(
         target = _describe(checkpoint, weight, modules.get(path))
         plain = path or name.removesuffix(".weight")
         linear = path if isinstance(modules.get(path), torch.nn.Linear) else None
+        linear = name.removesuffix(".weight") if EXPERT_WEIGHT.match(name) else linear
         if any(modules.get(path) is head for head in heads):
             left.append(LeftAlone(name, "embedding or output head", module=head_path))
         elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
@@ -156,7 +157,7 @@ def find_targets(
 
 
 def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:
-    """The stored weights of a model's linear layers and routers, each with the path of its layer as `ignore` lists name it.
+    """The stored weights of a model's linear layers, routers and experts, each with the path of its layer as `ignore` lists name it.
 
     Raises UsageError for an unknown architecture.
     """
@@ -164,10 +165,8 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:
     modules, found = dict(model.named_modules()), {}
     for name in (name for name in checkpoint.weights if name.endswith(".weight")):
         path, stem = module_path(name, set(modules), model.base_model_prefix), name.removesuffix(".weight")
-        if isinstance(modules.get(path), torch.nn.Linear):
-            found[name] = path
-        elif _ROUTER.search(stem):
-            found[name] = stem
+        if isinstance(modules.get(path), torch.nn.Linear) or _ROUTER.search(path or stem) or EXPERT_WEIGHT.match(name):
+            found[name] = path or stem
     return found
 
 

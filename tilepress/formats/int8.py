@@ -100,11 +100,11 @@ def scheme_of(config: dict) -> Int8Scheme:
             raise refuse(f"{name} are not 8-bit integers")
     if group.get("output_activations"):
         raise refuse("quantized output activations")
-    if not weights.get("symmetric", True) or weights.get("dynamic") or weights.get("strategy") not in WEIGHTS:
+    if not weights.get("symmetric", True) or weights.get("dynamic") or str(weights.get("strategy")) not in WEIGHTS:
         raise refuse("weights are not static, symmetric, per channel or per tensor")
     if inputs is None:
         return Int8Scheme(weights["strategy"], "none")
-    kind = (inputs.get("strategy"), bool(inputs.get("dynamic", False)), bool(inputs.get("symmetric", True)))
+    kind = (str(inputs.get("strategy")), bool(inputs.get("dynamic", False)), bool(inputs.get("symmetric", True)))
     known = {
         ("token", True, True): "token",
         ("tensor", False, True): "tensor",
@@ -191,7 +191,10 @@ def examine(name: str, parts: dict[str, Tensor]) -> tuple[dict, list[str]]:
         for part, tensor in parts.items()
         if tensor.is_floating_point() and not bool((torch.isfinite(tensor.float()) & (tensor > 0)).all())
     ]
-    transposed = codes.dim() == 3
+    problems += [f"{part} is {parts[part].dtype}" for part in (scale_name,) if not scale.is_floating_point()]
+    transposed = codes.dim() == 3 and codes.shape[0] == 1
+    if codes.dim() != 2 and not transposed:
+        return {}, [f"codes are {list(codes.shape)}, not a matrix"]
     rows, cols = codes.shape[:0:-1] if transposed else codes.shape
     if tuple(scale.shape) not in ((rows, 1), (1,)):
         problems.append(f"{scale_name} is {list(scale.shape)} for codes {list(codes.shape)}")
@@ -241,16 +244,21 @@ def vllm_findings(
         for name, (dtype, _) in tensors.items()
         if name.endswith(".weight") and dtype == "I8"
     }
-    if any(".experts." in path for path in quantized):
-        notes.append("transformers 5 with compressed-tensors 0.20 does not load INT8 experts; tilepress does")
-        if scheme.activations != "token":
+    if any(".experts." in name for name in linears):
+        notes.append("transformers 5 with compressed-tensors 0.20 does not load a mixture of experts; tilepress does")
+        if scheme.activations != "token" and any(".experts." in path for path in quantized):
             notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
     for path in sorted(quantized):
         findings += _part_findings(path, scheme, tensors)
 
+    patterns = config.get("ignore") or []
+    try:
+        expressions = [re.compile(p[3:]) if p.startswith("re:") else re.compile(f"{re.escape(p)}$") for p in patterns]
+    except (TypeError, AttributeError, re.error) as error:
+        return [*findings, f"`ignore` is no list of names and patterns: {error}"], notes
+
     def ignored(path: str) -> bool:
-        patterns = config.get("ignore") or ()
-        return any(re.match(p[3:], path) if p.startswith("re:") else p == path for p in patterns)
+        return any(expression.match(path) for expression in expressions)
 
     float_layers = {path for name, path in linears.items() if name.removesuffix(".weight") not in quantized}
     if "lm_head" not in quantized:
@@ -273,9 +281,11 @@ def vllm_findings(
 
 
 def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
-    rows = tensors[f"{path}.weight"][1][0]
+    shape = tensors[f"{path}.weight"][1]
+    if len(shape) != 2:
+        return [f"{path}.weight is {list(shape)}, not a matrix"]
     scale, input_scale, zero_point = part_names(f"{path}.weight")
-    wanted = {scale: [(rows, 1)] if scheme.weights == "channel" else [(1,)]}
+    wanted = {scale: [(shape[0], 1)] if scheme.weights == "channel" else [(1,)]}
     if scheme.static:
         wanted[input_scale] = [(1,), ()]
     if scheme.asymmetric:
@@ -286,7 +296,7 @@ def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
             found.append(f"{name} is {'there' if name in tensors else 'missing'}, against the scheme")
         elif name in wanted and tensors[name][1] not in wanted[name]:
             found.append(f"{name} is {list(tensors[name][1])}, not {list(wanted[name][0])}")
-        elif name in wanted and (tensors[name][0] == "I8") != (name == zero_point):
+        elif name in wanted and tensors[name][0] not in (("I8",) if name == zero_point else ("BF16", "F16", "F32")):
             found.append(f"{name} is {tensors[name][0]}")
     return found
 
