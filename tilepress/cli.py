@@ -16,6 +16,7 @@ from tilepress.flags import (
     Dataset,
     Device,
     Json,
+    Making,
     Model,
     Output,
     Quiet,
@@ -175,6 +176,46 @@ def quantize(
     _write_artifact(checkpoint, recipe, output, "quantizing", how)
 
 
+@compress.command(epilog="Example: tilepress compress kv MODEL -o kv4 --dataset text.jsonl --nsamples 64 --seqlen 1024")
+@takes(Making)
+def kv(
+    model: Model,
+    output: Output,
+    bits: Annotated[int, typer.Option(metavar="4|8", help="Of a stored key or value.")] = 4,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="128|64|32",
+            help="Channels that share a scale (4 bits).  [default: the head dimension]",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="dynamic|static", help="Scales with every token, or calibrated and stored once.")
+    ] = "dynamic",
+    rotate: Annotated[bool, typer.Option("--rotate", help="Rotate keys (and queries) by a Hadamard matrix.")] = False,
+    memory: Annotated[
+        float, typer.Option(metavar="GIB", min=0.001, help="Memory for the cache: tells the context that fits.")
+    ] = 1.0,
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
+    *,
+    how: Making,
+) -> None:
+    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are.
+
+    Run it last: commands that change weights leave a calibration behind. `tilepress.load` then generates with the packed cache.
+    """
+    from tilepress.compress.kv import KVRecipe
+
+    checkpoint = _open(model, how.revision)
+    text = calibration_text(checkpoint.text_config, dataset, nsamples, seqlen, seed)
+    recipe = KVRecipe(text, bits, group_size or 0, mode, rotate, how.trust_remote_code)
+    _write_artifact(checkpoint, recipe, output, "calibrating", how, {"memory_gib": memory})
+
+
 @app.command(epilog="Example: tilepress convert pruned -o dense --to dense")
 @takes(Writing)
 def convert(
@@ -229,6 +270,14 @@ def perplexity(
     dtype: Annotated[
         str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
     ] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option(
+            metavar="sim|decode|off",
+            help="With a calibrated cache: simulate it in a forward pass, or send the text through it.  [default: sim]",
+            show_default=False,
+        ),
+    ] = "auto",
     device: Device = "auto",
     trust_remote_code: Trust = False,
     revision: Revision = None,
@@ -257,10 +306,10 @@ def perplexity(
     }
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
-    other = load(base, **options) if base else None
+    other = load(base, kv=False, **options) if base else None
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     with Bar("perplexity", 1, quiet) as bar:
-        result = measure(subject, tokenizer, protocol, other, bar.at)
+        result = measure(subject, tokenizer, protocol, other, bar.at, kv)
     result = {"model": model, **result, "paths": paths(subject), "seconds": round(time.monotonic() - started, 2)}
     if other is not None:
         result["base"] = {"model": base, **result["base"], "paths": paths(other)}
@@ -433,8 +482,8 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
     return rows
 
 
-def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Writing) -> None:
-    """Plans, writes and finishes an artifact, and prints what came out."""
+def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, told: dict | None = None) -> None:
+    """Plans, writes and finishes an artifact, and prints what came out, with what else is `told`."""
     from tilepress.compress.finish import finish
     from tilepress.compress.plan import make_plan, open_output
     from tilepress.compress.shards import run_parallel, run_shards
@@ -448,7 +497,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Writing) 
         print(json.dumps(facts, indent=2) if how.json_ else screen.plan_text(facts))
         return
     device = parse_device(how.device)
-    rank, world_size = find_rank(how.rank, how.world_size)
+    rank, world_size = (0, 1) if recipe.links else find_rank(how.rank, how.world_size)
     started = time.monotonic()
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
         say(f"{output} is complete already")
@@ -465,9 +514,11 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Writing) 
             if how.json_:
                 print(json.dumps({"output": str(output), "complete": False, "rank": rank, "world_size": world_size}))
             return
-    facts = plan.outcome() | {"seconds": round(time.monotonic() - started, 2)}
+    facts = plan.outcome() | (told or {}) | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json_ else screen.result_text(facts))
-    warnings = facts.get("calibration", {}).get("warnings", [])
+    warnings = [w for part in ("calibration", "kv_cache") for w in facts.get(part, {}).get("warnings", [])]
+    if not recipe.links and (checkpoint.path / "kv_cache").exists():
+        warnings.append("kv_cache/ was not taken over: it belongs to the weights as they were; run `compress kv` again")
     for warning in warnings[:_WARNINGS_SHOWN]:
         say(f"warning: {warning}")
     if len(warnings) > _WARNINGS_SHOWN:

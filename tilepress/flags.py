@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
 
 import typer
 
@@ -64,14 +64,13 @@ CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 
 
 @dataclass(frozen=True)
-class Writing:
-    """The flags of every command that writes an artifact."""
+class Making:
+    """The flags of every command that makes an artifact."""
 
-    ignore: Ignore = None
+    workers: ClassVar[int] = 1
+    rank: ClassVar[int | None] = None
+    world_size: ClassVar[int | None] = None
     device: Device = "auto"
-    workers: Workers = 1
-    rank: Rank = None
-    world_size: WorldSize = None
     overwrite: Overwrite = False
     resume: Resume = False
     dry_run: DryRun = False
@@ -79,6 +78,16 @@ class Writing:
     revision: Revision = None
     json_: Json = False
     quiet: Quiet = False
+
+
+@dataclass(frozen=True)
+class Writing(Making):
+    """Those of commands that write weights, alone or among several workers."""
+
+    ignore: Ignore = None
+    workers: Workers = 1
+    rank: Rank = None
+    world_size: WorldSize = None
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -88,9 +97,11 @@ class Writing:
 def takes(flags: type) -> Callable:
     """Gives a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
     hints = get_type_hints(flags, include_extras=True)
+    fields = dataclasses.fields(flags)
+    hints = {field.name: hints[field.name] for field in fields}
     more = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in dataclasses.fields(flags)
+        for f in fields
     ]
 
     def decorate(command: Callable) -> Callable:

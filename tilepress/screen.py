@@ -122,6 +122,10 @@ def plan_text(facts: dict) -> str:
 def result_text(facts: dict) -> str:
     """What a command that wrote an artifact prints."""
     share = facts["bytes"] / facts["source_bytes"]
+    if "kv_cache" in facts:
+        return "\n".join(
+            [kv_text(facts["kv_cache"], facts["memory_gib"]), f"  wrote {facts['output']} in {facts['seconds']:.1f} s"]
+        )
     lines = [f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})"]
     if "report" in facts:
         per_channel = facts["settings"]["activations"] == "channel"
@@ -130,6 +134,34 @@ def result_text(facts: dict) -> str:
         lines.append(f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights")
     lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
     return "\n".join(lines)
+
+
+def kv_text(told: dict, memory_gib: float = 1.0) -> str:
+    """What a calibrated cache takes, and its layers with the greatest output error."""
+    worst = sorted(told["report"], key=lambda layer: -layer["output_error"])[:5]
+    rows = [
+        [
+            str(layer["layer"]),
+            f"{layer['key_error']:.2%}",
+            f"{layer['value_error']:.2%}",
+            f"{layer['output_error']:.2%}",
+            *(f"{layer[name]:.2f}" for name in ("key_alpha", "key_clip", "value_alpha", "value_clip")),
+            *(f"{max(layer['key_overflow'], layer['value_overflow']):.3%}" for _ in range("key_overflow" in layer)),
+        ]
+        for layer in worst
+    ]
+    head = ["layer", "key error", "value error", "output error", "alpha K", "clip K", "alpha V", "clip V"]
+    head += ["beyond the range"] if rows and len(rows[0]) > len(head) else []
+    before, after = (int(memory_gib * told[name]) for name in ("tokens_per_gib_before", "tokens_per_gib"))
+    return "\n".join(
+        [
+            table(f"  attention cache: {told['format']}; the worst layers of {len(told['report'])}:", head, rows),
+            "",
+            f"  a token     {told['bytes_per_token_before']:,} -> {told['bytes_per_token']:,} bytes "
+            f"({told['bytes_per_token'] / told['bytes_per_token_before']:.1%} of bfloat16)",
+            f"  {memory_gib:g} GiB     {before:,} -> {after:,} tokens",
+        ]
+    )
 
 
 def quantization_text(report: dict, calibration: dict | None, per_channel: bool) -> str:
@@ -185,6 +217,13 @@ def perplexity_text(result: dict) -> str:
             with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
             f"{result['top1_agreement']:.2%}",
         ]
+    if "kv_cache" in result:
+        cache = result["kv_cache"]
+        title += f"\nattention cache {cache['format']}: {cache['measured']}"
+        if "sim_perplexity" in cache:
+            title += (
+                f"\n  simulated: {cache['sim_perplexity']:.4f}, the cache is {cache['decode_over_sim']:+.3%} from that"
+            )
     ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
     return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
 
@@ -214,7 +253,8 @@ def inspection_text(found: dict) -> str:
     head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"]
     bits = 8 * found["bytes"] / max(found["elements"], 1)
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
-    return table(title, head, rows) + f"\n\n  {total}"
+    cache = "\n\n" + kv_text(found["kv_cache"]) if found.get("kv_cache") else ""
+    return table(title, head, rows) + f"\n\n  {total}" + cache
 
 
 def with_error(value: float, stderr: float | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilepress import __version__
 from tilepress.compress.plan import Plan, done_record, other_files
-from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats import TilepressError
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 
@@ -59,9 +59,15 @@ def _finish(plan: Plan) -> dict | None:
         to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}),
         plan.work,
     )
-    write_atomic(plan.output / "config.json", to_json(result_config(checkpoint.config, plan, tensors)), plan.work)
+    extra = plan.recipe.extra_files(plan)
+    for name, content in extra.items():
+        with disk_errors(plan.output / name):
+            (plan.output / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(plan.output / name, content, plan.work)
+    config = plan.recipe.result_config(checkpoint.config, tensors, list(plan.left_alone))
+    write_atomic(plan.output / "config.json", to_json(config), plan.work)
     files = [record["file"] for record in records]
-    for name in sorted([*copied, "README.md", INDEX_NAME, "config.json"]):
+    for name in sorted([*copied, *extra, "README.md", INDEX_NAME, "config.json"]):
         files.append(
             {"name": name, "bytes": (plan.output / name).stat().st_size, "sha256": sha256_file(plan.output / name)}
         )
@@ -69,16 +75,6 @@ def _finish(plan: Plan) -> dict | None:
     write_atomic(plan.output / MANIFEST_NAME, to_json(manifest), plan.work)
     shutil.rmtree(plan.work, ignore_errors=True)
     return manifest
-
-
-def result_config(config: dict, plan: Plan, tensors: list[dict]) -> dict:
-    """The source's config with the result's dtype and `quantization_config`, which is there exactly if a weight is packed or INT8."""
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if plan.recipe.dtype is not None:
-        config["dtype"] = dtype_name(plan.recipe.dtype)
-        config.pop("torch_dtype", None)
-    quantization = plan.recipe.quantization_config(tensors, plan.left_alone)
-    return config if quantization is None else config | {"quantization_config": quantization}
 
 
 def _copy_other_files(plan: Plan) -> list[str]:
@@ -140,6 +136,14 @@ def model_card(manifest: dict) -> str:
             f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} `tilepress.load(DIR)` runs it.",
             "",
             f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",
+            "",
+        ]
+    if "kv_cache" in manifest:
+        told = manifest["kv_cache"]
+        lines += [
+            f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
+            f"{told['bytes_per_token_before']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_before']:,}. "
+            "`tilepress.load(DIR)` generates with it; other loaders ignore it.",
             "",
         ]
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]

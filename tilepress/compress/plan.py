@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilepress.compress.layouts import Compressed, Layout
 from tilepress.compress.targets import LeftAlone, Target, find_targets
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import WORK_FOLDER, PlannedTensor, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import (
     FORMAT_VERSION,
@@ -26,6 +26,7 @@ from tilepress.formats.checkpoint import (
     read_json,
     read_manifest,
 )
+from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
@@ -51,6 +52,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()  # patterns of layers that are left alone
     dtype: torch.dtype | None = None  # cast every floating tensor to it first
     passes: int = 1  # over the targets: more if `prepare` reads them too
+    links: bool = False  # the weights' files stay as they are: hard links where the disk has them, else copies
 
     def find_targets(
         self, checkpoint: Checkpoint, trust_remote_code: bool = False
@@ -93,6 +95,19 @@ class Recipe:
     def describe(self, plan: "Plan", tensors: list[dict]) -> dict:
         """Further keys of the manifest, from the records of its tensors and what `prepare` left in the work folder."""
         return {}
+
+    def extra_files(self, plan: "Plan") -> dict[str, bytes]:
+        """Further files of the artifact by name, once every shard is done."""
+        return {}
+
+    def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
+        """`config.json` of the result, from the source's: with `quantization_config` exactly if a weight is packed or INT8."""
+        config = {k: v for k, v in config.items() if k not in ("quantization_config", "tilepress_kv_cache")}
+        if self.dtype is not None:
+            config["dtype"] = dtype_name(self.dtype)
+            config.pop("torch_dtype", None)
+        quantization = self.quantization_config(tensors, left_alone)
+        return config if quantization is None else config | {"quantization_config": quantization}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
         """`config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
@@ -163,16 +178,17 @@ class Plan:
         manifest = read_manifest(self.output)
         names = {target.name: target.elements for target in self.targets}
         nonzeros = sum(tensor["nonzeros"] for tensor in manifest["tensors"] if tensor["name"] in names)
+        elements = sum(names.values())
         return {
             "output": str(self.output),
             "source_bytes": self.source_bytes,
             "bytes": sum(tensor["bytes"] for tensor in manifest["tensors"]),
             "targets": len(names),
-            "elements": sum(names.values()),
+            "elements": elements,
             "nonzeros": nonzeros,
-            "sparsity": 1 - nonzeros / sum(names.values()),
+            "sparsity": 1 - nonzeros / elements if elements else None,
             "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
-        } | {key: manifest[key] for key in ("settings", "calibration", "report") if key in manifest}
+        } | {key: manifest[key] for key in ("settings", "calibration", "report", "kv_cache") if key in manifest}
 
 
 def make_plan(
@@ -225,6 +241,8 @@ def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
 
 
 def _expected_bytes(job: Job, recipe: Recipe) -> int:
+    if recipe.links:
+        return 0
     planned = planned_tensors(job, recipe)
     headers = sum(_HEADER_BYTES + 2 * len(tensor.name) for tensor in planned)
     if job.target is None:
@@ -377,7 +395,8 @@ def other_files(source: Path) -> list[Path]:
         here = Path(folder).relative_to(source)
         own = ("config.json", MANIFEST_NAME, INDEX_NAME) if here == Path() else ()
         checkpoints = [n for n in names if any((Path(folder) / n / m).exists() for m in ("config.json", WORK_FOLDER))]
-        names[:] = sorted(n for n in names if not n.startswith(".") and n not in checkpoints)
+        sidecar = [KV_FOLDER] if here == Path() else []  # of these very weights: changed ones need another
+        names[:] = sorted(n for n in names if not n.startswith(".") and n not in checkpoints + sidecar)
         for name in sorted(files):
             path = here / name
             weights = path.suffix in _WEIGHT_SUFFIXES or (

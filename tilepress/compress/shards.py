@@ -93,12 +93,55 @@ def _write_shard(
             f"{shard.source} does not have the hash that {MANIFEST_NAME} declares",
             "the file changed after it was written: make the artifact again",
         )
+    for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
+        stale.unlink(missing_ok=True)
+    write = _link if plan.recipe.links else _rewrite
+    size, digest, tensors = write(plan, shard, checkpoint, state, device, progress)
+    write_atomic(
+        plan.work / f"{shard.output}.done.json",
+        to_json(
+            {
+                "fingerprint": plan.fingerprint,
+                "source_mtime_ns": source_mtime(plan, shard),
+                "source": {
+                    "name": shard.source,
+                    "bytes": (plan.source / shard.source).stat().st_size,
+                    "sha256": source_hash,
+                },
+                "file": {"name": shard.output, "bytes": size, "sha256": digest or source_hash},
+                "weight_map": {name: entry.file for name, entry in read_header(plan.output / shard.output).items()},
+                "tensors": tensors,
+            }
+        ),
+        plan.work,
+    )
+
+
+def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress) -> tuple:
+    """Puts a source shard into the output as it is: (size, None for the source's hash, records of its weights)."""
+    declared = {record["name"]: record for record in (checkpoint.manifest or {}).get("tensors", [])}
+    tensors = []
+    for job in shard.jobs:
+        progress(job.weight.name, 0)
+        copy = _Copy(plan.recipe, checkpoint, job.weight, state)
+        for entry in job.weight.entries if job.weight.name not in declared else ():
+            copy.write(entry.name, lambda name, shape, pieces: sum(piece.nbytes for piece in pieces))
+        tensors.append(declared.get(job.weight.name) or {"name": job.weight.name} | copy.record)
+    source, output = plan.source / shard.source, plan.output / shard.output
+    output.unlink(missing_ok=True)
+    try:
+        os.link(source.resolve(), output)
+    except OSError:  # another disk, or one without links
+        write_atomic(output, source, plan.work)
+    return output.stat().st_size, None, sorted(tensors, key=lambda record: record["name"])
+
+
+def _rewrite(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress) -> tuple:
+    """Writes a shard of what the recipe makes of each weight: (size, hash, records)."""
     planned = sorted(
         ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, plan.recipe)),
         key=lambda pair: _order(pair[0]),
     )
-    for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
-        stale.unlink(missing_ok=True)
     writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
     encoders: dict[str, Encoder] = {}
     try:
@@ -114,24 +157,7 @@ def _write_shard(
         writer.abandon()
         raise
     records = {name: {"name": name} | encoder.record for name, encoder in encoders.items()}
-    write_atomic(
-        plan.work / f"{shard.output}.done.json",
-        to_json(
-            {
-                "fingerprint": plan.fingerprint,
-                "source_mtime_ns": source_mtime(plan, shard),
-                "source": {
-                    "name": shard.source,
-                    "bytes": (plan.source / shard.source).stat().st_size,
-                    "sha256": source_hash,
-                },
-                "file": {"name": shard.output, "bytes": size, "sha256": digest},
-                "weight_map": {name: entry.file for name, entry in read_header(plan.output / shard.output).items()},
-                "tensors": [records[name] for name in sorted(records)],
-            }
-        ),
-        plan.work,
-    )
+    return size, digest, [records[name] for name in sorted(records)]
 
 
 def _order(tensor: PlannedTensor) -> tuple:

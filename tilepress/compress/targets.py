@@ -100,17 +100,17 @@ def matching(path: str, patterns: tuple[str, ...]) -> list[str]:
 
 
 def find_targets(
-    checkpoint: Checkpoint, patterns: tuple[str, ...] = (), trust_remote_code: bool = False
+    checkpoint: Checkpoint, patterns: tuple[str, ...] = (), trust_remote_code: bool = False, quantized: bool = False
 ) -> tuple[list[Target], list[LeftAlone]]:
-    """Splits a checkpoint's weights into targets and those left alone, both in name order.
+    """Splits a checkpoint's weights into targets and those left alone, both in name order; `quantized` ones only if they may be.
 
     Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
     linear layer, or a checkpoint without linear weights.
     """
     method = checkpoint.config.get("quantization_config", {}).get("quant_method")
-    if method not in (None, "tilepress"):
+    if method not in (None, "tilepress") and not quantized:
         raise _quantized(checkpoint, method)
-    if any(weight.layout == "int8" for weight in checkpoint.weights.values()):
+    if any(weight.layout == "int8" for weight in checkpoint.weights.values()) and not quantized:
         raise _quantized(checkpoint, "int8")
     model = build_meta_model(checkpoint, trust_remote_code)
     modules = dict(model.named_modules())

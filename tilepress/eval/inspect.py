@@ -32,6 +32,7 @@ class Inspection:
     shards: int
     rows: tuple[WeightRow, ...]
     left_alone: dict[str, str]  # name: reason
+    kv_cache: dict | None = None  # what the manifest tells of it
 
     @property
     def bytes(self) -> int:
@@ -82,4 +83,5 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         len(checkpoint.shards),
         tuple(rows),
         {item["name"]: item["reason"] for item in manifest.get("left_alone", [])},
+        manifest.get("kv_cache"),
     )

@@ -19,9 +19,15 @@ from torch import Tensor
 
 from tilepress.compress.calibration import check_window, token_ids
 from tilepress.formats import TilepressError, UsageError, dtype_name
+from tilepress.formats.kv_int4 import PAGE_TOKENS
+from tilepress.runtime.kv_cache import PagedCache
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 RECIPES = ("gptq", "strided")
+_MEASURED = {
+    "sim": "keys and values quantized and dequantized inside an ordinary forward pass",
+    "decode": "windows through the packed cache: half at once, then token by token",
+}
 
 
 @dataclass(frozen=True)
@@ -119,13 +125,19 @@ def perplexity(
     protocol: Protocol,
     base=None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    kv: str = "auto",
 ) -> dict:
     """Scores a transformers causal language model, and with `base` compares the two on the same windows.
+
+    `kv` is what a model with a calibrated attention cache does: `sim` quantizes and dequantizes all keys and values of an ordinary forward
+    pass, `decode` sends every window through the packed cache (half of it at once, then token by token) and tells how far `sim` is from
+    that, `off` leaves them alone; `auto` is `sim` where there is a calibration. The base is always run without.
 
     `progress(what, windows done, windows in all)`. Returns the object that `eval perplexity --json` prints. Raises UsageError for a
     text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
     """
     _check_fit(model, base, protocol)
+    kv = _cache_mode(model, kv)
     needed = None if protocol.limit is None else protocol.limit * protocol.stride + protocol.seqlen
     ids = token_ids(tokenizer, protocol.dataset, needed)
     spans = protocol.windows(len(ids))
@@ -142,6 +154,7 @@ def perplexity(
         )
     nll, base_nll, delta, kl, same = WindowSums(), WindowSums(), WindowSums(), WindowSums(), WindowSums()
     kl_of_tokens: list[Tensor] = []
+    simulated = WindowSums()
     scored_bytes = 0
     for done, (first, end, scored) in enumerate(spans):
         progress("window", done, len(spans))
@@ -149,13 +162,16 @@ def perplexity(
         rows = slice(scored - 1 - first, end - 1 - first)
         count = end - scored
         scored_bytes += len(tokenizer.decode(ids[scored:end]).encode())
-        logits = _logits(model, window)[rows]
+        logits = (_decoded(model, window) if kv == "decode" else _logits(model, window, kv))[rows]
         losses = score(logits, window[0, scored - first :])
         if not bool(torch.isfinite(losses).all()):
             raise TilepressError(
                 f"the model gives non-finite logits in window {done}", "check the artifact: `tilepress verify DIR`"
             )
         nll.add(float(losses.double().sum()), count)
+        if kv == "decode":
+            others = score(_logits(model, window, "sim")[rows], window[0, scored - first :])
+            simulated.add(float(others.double().sum()), count)
         if base is not None:
             base_logits = _logits(base, window.to(next(base.parameters()).device))[rows].to(logits.device)
             base_losses = score(base_logits, window[0, scored - first :])
@@ -189,8 +205,14 @@ def perplexity(
             "log_softmax": "float32",
             "tokenizer": type(tokenizer).__name__,
             "vocabulary": model.config.get_text_config().vocab_size,
+            "kv": kv,
         },
     }
+    if kv != "off":
+        result["kv_cache"] = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.form.name}
+    if kv == "decode":
+        others = math.exp(simulated.mean)
+        result["kv_cache"] |= {"sim_perplexity": others, "decode_over_sim": math.exp(nll.mean) / others - 1}
     if base is not None:
         every = torch.cat(kl_of_tokens).double().numpy()
         result |= {
@@ -219,9 +241,36 @@ def _times(factor: float, stderr: float | None) -> float | None:
     return None if stderr is None else factor * stderr
 
 
-def _logits(model, window: Tensor) -> Tensor:
+def _cache_mode(model, kv: str) -> str:
+    if kv not in ("auto", "sim", "decode", "off"):
+        raise UsageError(f"--kv {kv} is unknown", "choose one of sim, decode, off")
+    calibrated = getattr(model, "kv_state", None) is not None
+    if kv in ("sim", "decode") and not calibrated:
+        raise UsageError(f"--kv {kv}, but the model has no calibrated cache", "make one: `tilepress compress kv`")
+    return ("sim" if calibrated else "off") if kv == "auto" else kv
+
+
+def _logits(model, window: Tensor, kv: str = "off") -> Tensor:
+    """Of every position of a window, by one forward pass."""
+    state = getattr(model, "kv_state", None)
+    before = state and state.mode
+    try:
+        if state is not None:
+            state.mode = kv
+        with torch.inference_mode():
+            return model(window, use_cache=False).logits[0]
+    finally:
+        if state is not None:
+            state.mode = before
+
+
+def _decoded(model, window: Tensor) -> Tensor:
+    """Of every position of a window [1, tokens], through the packed cache: its first half at once, then token by token."""
+    tokens = window.shape[1]
+    cache = PagedCache(model.kv_state.calibration, window.device, num_pages=-(-tokens // PAGE_TOKENS))
+    pieces = window.split([tokens // 2, *[1] * (tokens - tokens // 2)], 1)
     with torch.inference_mode():
-        return model(window, use_cache=False).logits[0]
+        return torch.cat([model(p, past_key_values=cache, use_cache=True).logits[0] for p in pieces if p.numel()])
 
 
 def _check_fit(model, base, protocol: Protocol) -> None:

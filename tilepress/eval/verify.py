@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tilepress.compress.targets import linear_layers
-from tilepress.formats import TilepressError, UsageError, dtype_name, int8
+from tilepress.formats import TilepressError, UsageError, dtype_name, int8, kv_calibration
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -47,7 +47,7 @@ def verify(
     """
     declared = (path / MANIFEST_NAME).exists()
     source = Checkpoint(base) if base else None
-    if not declared and not _has_packed(path):
+    if not declared and not _has_packed(path) and not (path / kv_calibration.FOLDER).exists():
         raise TilepressError(
             f"{path} has no {MANIFEST_NAME} and no packed weight",
             "give a folder that a tilepress command finished; continue an unfinished one with --resume",
@@ -69,6 +69,8 @@ def verify(
     checks.append(_weights(checkpoint, weights, manifest if declared else None, progress))
     if any(weight.layout == "int8" for weight in weights.values()):
         checks.append(_vllm(checkpoint))
+    if (path / kv_calibration.FOLDER).exists():
+        checks.append(_cache(checkpoint))
     if source:
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
         pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
@@ -171,6 +173,17 @@ def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
         }, problems
     examined, problems = checkpoint.examine(weight)
     return found | examined, problems
+
+
+def _cache(checkpoint: Checkpoint) -> Check:
+    """The sidecar of the attention cache: whole, and of these weights."""
+    try:
+        found = kv_calibration.load(checkpoint)
+    except TilepressError as error:
+        return Check("kv_cache", 1, (error.message,))
+    if found is None:
+        return Check("kv_cache", 1, (f"{kv_calibration.FACTS_NAME} is missing",))
+    return Check("kv_cache", len(found.layers), ())
 
 
 def _vllm(checkpoint: Checkpoint) -> Check:

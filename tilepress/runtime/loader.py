@@ -2,8 +2,9 @@
 
 import torch
 
-from tilepress.formats import TilepressError, UsageError, int8
+from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
+from tilepress.runtime import kv_cache
 from tilepress.runtime.int8 import Int8Linear, fuse
 from tilepress.runtime.modules import TiledCSLLinear
 from tilepress.runtime.plugin import METHOD, register
@@ -15,13 +16,15 @@ def load(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    kv: bool = True,
     **kwargs,
 ):
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
     The linears of an artifact's packed weights are `TiledCSLLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
     (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
-    ("auto": the checkpoint's); packed values keep theirs. Further arguments go to from_pretrained (`attn_implementation`;
+    ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
+    `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
     `device_map` needs accelerate).
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
@@ -30,6 +33,7 @@ def load(
     register()
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
+    calibration = kv_calibration.load(checkpoint) if kv else None
     kind = checkpoint.config.get("model_type")
     if not trust_remote_code and not _known(kind):
         if "auto_map" in checkpoint.config:
@@ -64,6 +68,8 @@ def load(
             )
     model = model.eval() if "device_map" in kwargs else model.eval().to(device)
     fuse(model)
+    if calibration is not None:
+        kv_cache.install(model, calibration)
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
     return model
@@ -90,4 +96,7 @@ def paths(model: torch.nn.Module) -> dict[str, int]:
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"
             found[key] = found.get(key, 0) + 1
+    if (state := getattr(model, "kv_state", None)) is not None:
+        device = next(model.parameters()).device
+        found[kv_cache.path(device, state.calibration)] = len(state.calibration.layers)
     return found

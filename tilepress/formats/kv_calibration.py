@@ -1,0 +1,165 @@
+"""The sidecar `kv_cache/` of an artifact: what was calibrated for its attention cache. Drawn in docs/format.md.
+
+A value of a channel is stored as x = mean + scale * (code * s + z), see kernels/kv_cache.py. The sidecar holds mean, scale and error
+weight of every channel, clip of every layer and, for static formats, (s, z). It belongs to the weights that it was calibrated with: a hash
+over names, shapes, dtypes and the first bytes of all tensors says which.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from tilepress.formats import TilepressError
+from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.kv_int4 import KVFormat
+
+FOLDER = "kv_cache"
+FACTS_NAME, TENSORS_NAME = "kv_cache.json", "scales.safetensors"
+VERSION = 1
+_AGAIN = "calibrate again: `tilepress compress kv`"
+
+
+class Side(NamedTuple):
+    """Keys' or values' part of a layer, in the order in which the ops of kernels/kv_cache.py take it."""
+
+    channels: (
+        Tensor | None
+    )  # float32 [3, KV heads, D]: mean, scale, weight of squared errors; None: nothing is calibrated
+    fixed: Tensor | None = None  # float16 [KV heads, groups, 2]: (scale, shift) of static formats
+    clip: float = 1.0
+
+    def to(self, device: torch.device | str) -> "Side":
+        moved = (None if tensor is None else tensor.to(device) for tensor in self[:2])
+        return Side(*moved, self.clip)
+
+
+@dataclass(frozen=True)
+class KVCalibration:
+    """What a model's attention cache needs to know. `facts` are the settings and what was measured, for people to read."""
+
+    form: KVFormat
+    kv_heads: int
+    layers: tuple[tuple[Side, Side], ...]  # (keys, values) of each decoder layer
+    rotate: bool = False  # keys by a Hadamard matrix
+    refits: int = 0
+    facts: dict | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.form.row_bytes * self.kv_heads * len(self.layers)
+
+
+def uncalibrated(form: KVFormat, kv_heads: int, layers: int) -> KVCalibration:
+    """Rows by their own extremes, nothing known beforehand: the baseline, and 16 bits."""
+    return KVCalibration(form, kv_heads, ((Side(None), Side(None)),) * layers)
+
+
+def weights_hash(checkpoint: Checkpoint) -> str:
+    """Of a checkpoint's weights: names, dtypes, shapes and the first 64 elements of every tensor."""
+    digest = hashlib.sha256()
+    for name, entry in sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[0])):
+        first = checkpoint.read(name).reshape(-1)[:64].contiguous().view(torch.uint8)
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode() + bytes(first.tolist()))
+    return digest.hexdigest()
+
+
+def to_files(calibration: KVCalibration, weights: str) -> dict[str, bytes]:
+    """The sidecar's files by their names in the artifact."""
+    tensors = {}
+    for number, sides in enumerate(calibration.layers):
+        for what, side in zip(("key", "value"), sides, strict=True):
+            for part, tensor in zip(("mean", "scale", "weight"), side.channels, strict=True):
+                tensors[f"layers.{number}.{what}_{part}"] = tensor.float().cpu().contiguous()
+            if side.fixed is not None:
+                tensors[f"layers.{number}.{what}_fixed"] = side.fixed.cpu().contiguous()
+    form = calibration.form
+    facts = {
+        "format_version": VERSION,
+        "bits": form.bits,
+        "group_size": form.group_size or form.head_dim,
+        "mode": "static" if form.static else "dynamic",
+        "head_dim": form.head_dim,
+        "kv_heads": calibration.kv_heads,
+        "layers": len(calibration.layers),
+        "rotation": "hadamard" if calibration.rotate else "none",
+        "refits": calibration.refits,
+        "clip": [[key.clip, value.clip] for key, value in calibration.layers],
+        "weights_sha256": weights,
+    } | (calibration.facts or {})
+    return {
+        f"{FOLDER}/{FACTS_NAME}": (json.dumps(facts, indent=2) + "\n").encode(),
+        f"{FOLDER}/{TENSORS_NAME}": save(tensors, metadata={"format": "pt"}),
+    }
+
+
+def read_facts(folder: Path) -> dict | None:
+    """`kv_cache.json` of an artifact, checked as far as its readers rely on it; None where there is no sidecar.
+
+    Raises TilepressError saying what is wrong."""
+    path = folder / FOLDER / FACTS_NAME
+    if not path.exists():
+        return None
+    facts = read_json(path)
+    if facts.get("format_version") != VERSION:
+        raise TilepressError(
+            f"{FACTS_NAME} has format version {facts.get('format_version')!r}, this tilepress reads {VERSION}",
+            "upgrade tilepress",
+        )
+    numbers = ("bits", "group_size", "head_dim", "kv_heads", "layers", "refits")
+    sound = all(type(facts.get(name)) is int and facts[name] >= 0 for name in numbers)
+    sound = sound and facts.get("mode") in ("dynamic", "static") and facts.get("rotation") in ("none", "hadamard")
+    clip = facts.get("clip")
+    sound = sound and isinstance(clip, list) and len(clip) == facts["layers"]
+    sound = sound and all(isinstance(c, list) and len(c) == 2 and all(0 < x <= 1 for x in c) for c in clip)
+    if not sound:
+        raise TilepressError(f"{FACTS_NAME} does not describe a calibration", _AGAIN)
+    return facts
+
+
+def form_of(facts: dict) -> KVFormat:
+    """The format that `read_facts` describes."""
+    dim, size = facts["head_dim"], facts["group_size"]
+    return KVFormat(dim, facts["bits"], 0 if size == dim else size, facts["mode"] == "static")
+
+
+def load(checkpoint: Checkpoint) -> KVCalibration | None:
+    """A checkpoint's calibration, or None. Raises TilepressError for one that is damaged or belongs to other weights."""
+    facts = read_facts(checkpoint.path)
+    if facts is None:
+        return None
+    if facts.get("weights_sha256") != weights_hash(checkpoint):
+        raise TilepressError(
+            f"{FOLDER}/ of {checkpoint.name} belongs to other weights: their hash differs",
+            f"{_AGAIN}, or remove {FOLDER}/",
+        )
+    form, heads = form_of(facts), facts["kv_heads"]
+    try:
+        tensors = load_file(checkpoint.path / FOLDER / TENSORS_NAME)
+    except Exception as error:
+        raise TilepressError(f"cannot read {FOLDER}/{TENSORS_NAME}: {str(error).splitlines()[0]}", _AGAIN) from error
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor.float()).all()):
+            found = "missing" if tensor is None else f"{list(tensor.shape)}, not finite numbers {list(shape)}"
+            raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {name} is {found}", _AGAIN)
+        return tensor
+
+    layers = []
+    for number, clips in enumerate(facts["clip"]):
+        sides = []
+        for what, clip in zip(("key", "value"), clips, strict=True):
+            stem, rows = f"layers.{number}.{what}", (heads, form.head_dim)
+            channels = torch.stack([take(f"{stem}_{part}", rows).float() for part in ("mean", "scale", "weight")])
+            if not bool((channels[1] > 0).all()):
+                raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {stem}_scale is not positive", _AGAIN)
+            fixed = take(f"{stem}_fixed", (heads, form.groups, 2)) if form.static else None
+            sides.append(Side(channels, fixed, float(clip)))
+        layers.append(tuple(sides))
+    return KVCalibration(form, heads, tuple(layers), facts["rotation"] == "hadamard", facts["refits"], facts)

@@ -1,0 +1,321 @@
+"""Keys and values of an attention cache in 4, 8 or 16 bits: rows, their serialized form, and pages. Drawn in docs/format.md.
+
+A row is one token's key or value of one KV head, `head_dim` numbers. Quantized, it is codes 0 .. 2^bits - 1 in groups of consecutive
+channels, each group with a float16 (scale, shift) = (s, z). Static formats keep s and z outside. A value stands for
+x = mean + scale * (code * s + z), with mean and scale calibrated per channel or 0 and 1.
+
+s and z start from the row's extremes, drawn together by `clip`, and are refitted `refits` times by least squares to the codes that they gave,
+weighted by how much an error in each channel matters. Every sum is taken in the order of `fold`, so that a kernel can give the same bits.
+
+A page holds 64 tokens of one KV head, keys and values, in the order in which a decode kernel's lanes read them (`page_order`): every byte
+belongs to one token, so that an append writes and never reads. Bytes are the same on every device.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import UsageError
+
+PAGE_TOKENS = 64
+UNIT_TOKENS = 32  # what a kernel loads at once
+BITS = (4, 8, 16)
+_LEAST_SCALE = 2.0**-24  # of float16
+_MOST = 65504.0
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are stored. Raises UsageError for a head dimension or group size that does not fit.
+
+    `group_size` 0 means one group, the whole row. 16 bits are bfloat16, without groups.
+    """
+
+    head_dim: int
+    bits: int = 4
+    group_size: int = 0
+    static: bool = False  # scales are the calibration's, none with the tokens
+
+    def __post_init__(self):
+        if self.bits not in BITS:
+            raise UsageError(f"--bits {self.bits} is unknown", f"choose one of {', '.join(map(str, BITS))}")
+        if self.head_dim < 32 or self.head_dim % 32:
+            raise UsageError(
+                f"the head dimension {self.head_dim} is no multiple of 32", "this model keeps its ordinary cache"
+            )
+        size = self.group_size
+        if size and (size % 32 or self.head_dim % size):
+            raise UsageError(
+                f"groups of {size} do not divide the head dimension {self.head_dim}",
+                f"use --group-size {' or '.join(str(n) for n in _group_sizes(self.head_dim))}",
+            )
+        if self.bits != 4 and self.groups > 1:
+            raise UsageError(f"{self.bits}-bit rows have one group", "leave --group-size out")
+
+    @property
+    def groups(self) -> int:
+        return self.head_dim // self.group_size if self.group_size else 1
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Of one row."""
+        return self.head_dim * self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one row."""
+        return 0 if self.static or self.bits == 16 else 4 * self.groups
+
+    @property
+    def row_bytes(self) -> int:
+        """One token's key or value of one head."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of 64 tokens of one head: a multiple of 16."""
+        return 2 * PAGE_TOKENS * self.row_bytes
+
+    @property
+    def name(self) -> str:
+        if self.bits == 16:
+            return "bfloat16"
+        kind = "static" if self.static else "dynamic"
+        return f"int{self.bits} {kind}, " + (f"groups of {self.group_size}" if self.groups > 1 else "row-wise")
+
+
+def _group_sizes(head_dim: int) -> list[int]:
+    return [n for n in range(head_dim, 31, -32) if head_dim % n == 0]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., D] -> bytes [..., D * bits / 8]: of 4 bits the even channel is the low half of a byte."""
+    return codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_codes`."""
+    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """uint8 codes [..., D] and float16 (scale, shift) [..., G, 2] -> float32 [..., D]."""
+    scale, shift = scales.float().unbind(-1)
+    grouped = codes.unflatten(-1, (scale.shape[-1], -1)).float()
+    return (grouped * scale[..., None] + shift[..., None]).flatten(-2)
+
+
+def row_bytes(codes: Tensor, scales: Tensor | None, bits: int) -> Tensor:
+    """Rows as bytes [..., code_bytes + scale_bytes]: packed codes, then (scale, shift) of each group."""
+    packed = pack_codes(codes, bits)
+    if scales is None:
+        return packed
+    return torch.cat([packed, scales.to(torch.float16).contiguous().view(torch.uint8).flatten(-2)], -1)
+
+
+def split_row(row: Tensor, form: KVFormat) -> tuple[Tensor, Tensor | None]:
+    """The inverse of `row_bytes`: codes [..., D] uint8 and (scale, shift) [..., G, 2] float16 (None for static formats)."""
+    codes = unpack_codes(row[..., : form.code_bytes], form.bits)
+    if not form.scale_bytes:
+        return codes, None
+    scales = row[..., form.code_bytes :].contiguous().view(torch.float16)
+    return codes, scales.unflatten(-1, (form.groups, 2))
+
+
+def to_serialized(codes: Tensor, scales: Tensor) -> Tensor:
+    """4-bit rows as PyTorch's FBGEMM lays them out for `gqa_attn_splitk`: (scale, shift) of each group, then the codes.
+
+    codes uint8 [..., D] in 0..15, scales float16 [..., G, 2] -> bytes [..., 4 G + D / 2].
+    """
+    return torch.cat([scales.to(torch.float16).contiguous().view(torch.uint8).flatten(-2), pack_codes(codes, 4)], -1)
+
+
+def from_serialized(row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `to_serialized`."""
+    scales = row[..., : 4 * groups].contiguous().view(torch.float16).unflatten(-1, (groups, 2))
+    return unpack_codes(row[..., 4 * groups :], 4), scales
+
+
+def fold(x: Tensor) -> Tensor:
+    """The sum over the last dimension, kept with size 1: halves are added while the size is even, the rest from left to right."""
+    while x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    total = x[..., :1]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i : i + 1]
+    return total
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x [..., D] float32 times a block-diagonal orthogonal Hadamard matrix; blocks of the largest power of two in D. Its own inverse."""
+    size = x.shape[-1] & -x.shape[-1]
+    y, step = x.unflatten(-1, (-1, size)), 1
+    while step < size:
+        a, b = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y, step = torch.stack([a + b, a - b], -2).flatten(-3), 2 * step
+    return (y * size**-0.5).flatten(-2)
+
+
+def to_channels(x: Tensor, channels: Tensor | None, rotate: bool) -> Tensor:
+    """x [..., heads, D] as (x - mean) / scale in float32, rotated; channels float32 [3, heads, D] are mean, scale and error weight."""
+    y = x.float()
+    if channels is not None:
+        y = (y - channels[0]) * (1 / channels[1])
+    return hadamard(y) if rotate else y
+
+
+def from_channels(y: Tensor, channels: Tensor | None, rotate: bool) -> Tensor:
+    """The inverse of `to_channels`."""
+    y = hadamard(y) if rotate else y
+    return y if channels is None else y * channels[1] + channels[0]
+
+
+def quantize_rows(
+    y: Tensor,
+    form: KVFormat,
+    weight: Tensor | None = None,
+    fixed: Tensor | None = None,
+    clip: float = 1.0,
+    refits: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """y [..., heads, D] float32 -> codes uint8 of the same shape and float16 (scale, shift) [..., heads, G, 2], None for static formats.
+
+    weight [heads, D] of squared errors; fixed [heads, G, 2] the (scale, shift) of static formats.
+    """
+    grouped = y.unflatten(-1, (form.groups, -1))
+    if form.static:
+        scale, shift = fixed.float().unsqueeze(-2).unbind(-1)
+        return _codes(grouped, scale, shift, form).to(torch.uint8).flatten(-2), None
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    middle, reach = (low + high) * 0.5, (high - low) * (0.5 * clip)
+    scale, shift = _half(reach * (2 / form.levels), middle - reach)
+    codes = _codes(grouped, scale, shift, form)
+    if refits:
+        w = y.new_ones(y.shape[-2:]) if weight is None else weight
+        w = w.unflatten(-1, (form.groups, -1))
+        sum_w, sum_y = fold(w), fold(w * grouped)
+    for _ in range(refits):
+        wc = w * codes
+        sum_c, sum_cc, sum_cy = fold(wc), fold(wc * codes), fold(wc * grouped)
+        spread = sum_w * sum_cc - sum_c * sum_c
+        better = (sum_w * sum_cy - sum_c * sum_y) / spread
+        sound = (spread > 0) & (better > 0) & torch.isfinite(better)
+        better = torch.where(sound, better, scale)
+        scale, shift = _half(better, torch.where(sound, (sum_y - better * sum_c) / sum_w, shift))
+        codes = _codes(grouped, scale, shift, form)
+    return codes.to(torch.uint8).flatten(-2), torch.cat([scale, shift], -1).to(torch.float16)
+
+
+def _half(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """What float16 makes of them, in float32."""
+    scale, shift = scale.clamp(_LEAST_SCALE, _MOST), shift.clamp(-_MOST, _MOST)
+    return scale.to(torch.float16).float(), shift.to(torch.float16).float()
+
+
+def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Tensor:
+    return ((grouped - shift) / scale).round().clamp(0, form.levels)
+
+
+def fake_quantize(
+    x: Tensor, form: KVFormat, channels: Tensor | None, fixed: Tensor | None, clip: float, rotate: bool, refits: int
+) -> Tensor:
+    """x [..., heads, D] as it comes back from the cache, float32."""
+    if form.bits == 16:
+        return x.to(torch.bfloat16).float()
+    y = to_channels(x, channels, rotate)
+    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
+    return from_channels(dequantize_rows(codes, fixed if scales is None else scales), channels, rotate)
+
+
+@cache
+def page_order(form: KVFormat) -> Tensor:
+    """Where in its page each byte of each token's rows stands: int64 [2 (key, value), 64 tokens, row_bytes].
+
+    A permutation of 0 .. page_bytes - 1. In a unit of 32 tokens: key codes, value codes, key scales, value scales.
+    """
+    unit, codes = UNIT_TOKENS, form.code_bytes
+    planes = [_key_plane(form), _value_plane(form)]
+    if form.scale_bytes:
+        planes += [
+            _scale_plane(form, key) + plane_start for key, plane_start in ((True, 0), (False, unit * form.scale_bytes))
+        ]
+    in_unit = torch.empty(2, unit, form.row_bytes, dtype=torch.int64)
+    in_unit[0, :, :codes] = planes[0]
+    in_unit[1, :, :codes] = planes[1] + unit * codes
+    for which, plane in enumerate(planes[2:]):
+        in_unit[which, :, codes:] = plane + 2 * unit * codes
+    return torch.cat([in_unit + first * 2 * form.row_bytes for first in range(0, PAGE_TOKENS, unit)], 1)
+
+
+def _inverse(stored: Tensor, count: int) -> Tensor:
+    """`stored` lists (token, byte) numbers in the order they stand; returns [32, count] positions."""
+    where = torch.empty(UNIT_TOKENS * count, dtype=torch.int64)
+    where[stored.reshape(-1)] = torch.arange(UNIT_TOKENS * count)
+    return where.view(UNIT_TOKENS, count)
+
+
+def _key_plane(form: KVFormat) -> Tensor:
+    """Per 8 tokens: chunks of 64 bytes of a row (of the largest power of two that divides it, if it is shorter), in each the 8 tokens."""
+    count = form.code_bytes
+    chunk = min(64, count & -count)
+    numbers = torch.arange(UNIT_TOKENS * count).view(-1, 8, count // chunk, chunk)
+    return _inverse(numbers.transpose(1, 2), count)
+
+
+def _value_plane(form: KVFormat) -> Tensor:
+    """Tokens in pairs, so that a 32-bit word holds the same channels of both.
+
+    What is interleaved is 4 channels of 4 bits (2 bytes), 1 of 8 bits, 1 of 16 bits. Per 8 tokens, with 16 g + ... the channel:
+    4 bits [g][pair][4 words][token of pair], 8 bits [half of 16][g][pair][4 words][2 channels][token of pair],
+    16 bits [quarter of 16][g][pair][4 channels][token of pair].
+    """
+    count, g = form.code_bytes, form.head_dim // 16
+    numbers = torch.arange(UNIT_TOKENS * count)
+    if form.bits == 4:
+        stored = numbers.view(-1, 4, 2, g, 4, 2).permute(0, 3, 1, 4, 2, 5)
+    elif form.bits == 8:
+        stored = numbers.view(-1, 4, 2, g, 2, 4, 2).permute(0, 4, 3, 1, 5, 6, 2)
+    else:
+        stored = numbers.view(-1, 4, 2, g, 4, 4, 2).permute(0, 4, 3, 1, 5, 2, 6)
+    return _inverse(stored, count)
+
+
+def _scale_plane(form: KVFormat, key: bool) -> Tensor:
+    """Row-wise, and keys' in groups: [token mod 8][group][token div 8] of (scale, shift); values' in groups: per 16 tokens
+    [group][pair mod 4][pair div 4][scale, shift][token of pair]."""
+    count, groups = form.scale_bytes, form.groups
+    numbers = torch.arange(UNIT_TOKENS * count)
+    by_row = numbers.view(4, 8, groups, 4).permute(1, 2, 0, 3)
+    by_pair = numbers.view(2, 2, 4, 2, groups, 2, 2).permute(0, 4, 2, 1, 5, 3, 6)
+    return _inverse(by_row if key or groups == 1 else by_pair, count)
+
+
+def write_pages(pages: Tensor, slots: Tensor, key_rows: Tensor, value_rows: Tensor, form: KVFormat) -> None:
+    """Stores rows uint8 [tokens, heads, row_bytes] at `slots` (page * 64 + place in the page; -1 is skipped) of
+    pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages."""
+    keep = slots >= 0
+    slots = slots[keep]
+    if slots.numel() and int(slots.max()) >= pages.shape[0] * PAGE_TOKENS:
+        raise IndexError(f"slot {int(slots.max())} is beyond {pages.shape[0]} pages")
+    order, heads = page_order(form).to(pages.device), torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    for which, rows in enumerate((key_rows[keep], value_rows[keep])):
+        pages[(slots // PAGE_TOKENS)[:, None, None], heads, order[which, slots % PAGE_TOKENS][:, None]] = rows
+
+
+def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """The key and value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`."""
+    used = table[: -(-length // PAGE_TOKENS)].long()
+    if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < pages.shape[0]):
+        raise IndexError(f"the block table names a page that is none of 0..{pages.shape[0] - 1}")
+    order = page_order(form).to(pages.device)
+    gathered = pages[used][:, :, order.reshape(-1)].view(len(used), pages.shape[1], 2, PAGE_TOKENS, form.row_bytes)
+    rows = gathered.permute(2, 0, 3, 1, 4).reshape(2, -1, pages.shape[1], form.row_bytes)
+    return rows[0, :length], rows[1, :length]

@@ -1,0 +1,179 @@
+"""Paged attention cache ops: quantize and append, read back, attend. References; formats/kv_int4.py has rows and pages.
+
+Appending is one opaque op: a compiler that sees its casts may drop them and change codes. Attending needs no work per stored element for the
+calibration of a value x = mean + scale * (code * s + z): the keys' scale multiplies the query, their mean shifts all scores of a query
+alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
+"""
+
+import torch
+from torch import Tensor
+
+from tilepress.formats.kv_int4 import (
+    KVFormat,
+    dequantize_rows,
+    from_channels,
+    hadamard,
+    quantize_rows,
+    read_pages,
+    row_bytes,
+    split_row,
+    to_channels,
+    write_pages,
+)
+from tilepress.kernels import library
+
+_SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
+_FORM = "int bits, int group_size, bool static, bool rotate, int refits"
+library.define(
+    f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {_SIDE.format('key')}, {_SIDE.format('value')}, {_FORM}) -> ()"
+)
+library.define(
+    "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
+    "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
+    " -> (Tensor, Tensor)"
+)
+library.define(
+    "decode_attention(Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, "
+    "Tensor? key_fixed, Tensor? value_channels, Tensor? value_fixed, int bits, int group_size, bool static, bool rotate) -> Tensor"
+)
+
+
+def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
+    if form.bits == 16:
+        return x.to(torch.bfloat16).contiguous().view(torch.uint8)
+    y = to_channels(x, channels, rotate)
+    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
+    return row_bytes(codes, scales, form.bits)
+
+
+def _values(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
+    """Rows of bytes as float32, still scaled and rotated."""
+    if form.bits == 16:
+        return rows.contiguous().view(torch.bfloat16).float()
+    codes, scales = split_row(rows, form)
+    return dequantize_rows(codes, fixed if scales is None else scales)
+
+
+def kv_append_ref(
+    pages: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    key_channels: Tensor | None,
+    key_fixed: Tensor | None,
+    key_clip: float,
+    value_channels: Tensor | None,
+    value_fixed: Tensor | None,
+    value_clip: float,
+    bits: int,
+    group_size: int,
+    static: bool,
+    rotate: bool,
+    refits: int,
+) -> None:
+    """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
+    pages uint8 [num_pages, heads, page_bytes]. `rotate` is of the keys."""
+    form = KVFormat(key.shape[-1], bits, group_size, static)
+    key_rows = _rows(key, form, key_channels, key_fixed, key_clip, rotate, refits)
+    value_rows = _rows(value, form, value_channels, value_fixed, value_clip, False, refits)
+    write_pages(pages, slots, key_rows, value_rows, form)
+
+
+def kv_read_ref(
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_len: int,
+    key_channels: Tensor | None,
+    key_fixed: Tensor | None,
+    value_channels: Tensor | None,
+    value_fixed: Tensor | None,
+    head_dim: int,
+    bits: int,
+    group_size: int,
+    static: bool,
+    rotate: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [batch, heads, max_len, D] of sequences of seq_lens int [batch] tokens in the pages block_table int [batch, most];
+    0 beyond a sequence's end."""
+    form = KVFormat(head_dim, bits, group_size, static)
+    out = pages.new_zeros(2, len(seq_lens), pages.shape[1], max_len, head_dim, dtype=out_dtype)
+    for i, length in enumerate(seq_lens.tolist()):
+        key, value = read_pages(pages, block_table[i], length, form)
+        out[0, i, :, :length] = from_channels(_values(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
+        out[1, i, :, :length] = from_channels(_values(value, form, value_fixed), value_channels, False).transpose(0, 1)
+    return out[0], out[1]
+
+
+def decode_attention_ref(
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    key_channels: Tensor | None,
+    key_fixed: Tensor | None,
+    value_channels: Tensor | None,
+    value_fixed: Tensor | None,
+    bits: int,
+    group_size: int,
+    static: bool,
+    rotate: bool,
+) -> Tensor:
+    """One query per sequence, [batch, query heads, D], over its tokens in the pages -> the same shape and dtype; zeros where there are none.
+
+    Query heads are a multiple of the pages' heads, neighbours share one (GQA). Computed in float32.
+    """
+    batch, heads, dim = query.shape
+    kv_heads = pages.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    form, out = KVFormat(dim, bits, group_size, static), torch.zeros_like(query, dtype=torch.float32)
+    folded = query.float().view(batch, kv_heads, -1, dim)
+    if key_channels is not None:
+        folded = folded * key_channels[1][:, None]
+    if rotate:
+        folded = hadamard(folded)
+    for i, length in enumerate(seq_lens.tolist()):
+        if not length:
+            continue
+        key, value = (
+            _values(rows, form, fixed)
+            for rows, fixed in zip(
+                read_pages(pages, block_table[i], length, form), (key_fixed, value_fixed), strict=True
+            )
+        )
+        scores = torch.einsum("hgd,thd->hgt", folded[i], key) * scale
+        mixed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), value)
+        if value_channels is not None:
+            mixed = mixed * value_channels[1][:, None] + value_channels[0][:, None]
+        out[i] = mixed.reshape(heads, dim)
+    return out.to(query.dtype)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("kv_append", kv_append_ref, _key)
+    library.impl("kv_read", kv_read_ref, _key)
+    library.impl("decode_attention", decode_attention_ref, _key)
+
+
+@torch.library.register_fake("tilepress::kv_append")
+def _(pages, *_):
+    return None
+
+
+@torch.library.register_fake("tilepress::kv_read")
+def _(pages, block_table, seq_lens, max_len, kc, kf, vc, vf, head_dim, bits, group_size, static, rotate, out_dtype):
+    shape = (seq_lens.shape[0], pages.shape[1], max_len, head_dim)
+    return pages.new_empty(shape, dtype=out_dtype), pages.new_empty(shape, dtype=out_dtype)
+
+
+@torch.library.register_fake("tilepress::decode_attention")
+def _(query, *_):
+    return torch.empty_like(query)
+
+
+def path(device: torch.device, form: KVFormat) -> str:
+    """Which implementation serves a device: what results report."""
+    return f"decode_attention reference ({form.name}) on {device.type}"
