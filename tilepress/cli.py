@@ -193,7 +193,9 @@ def kv(
     mode: Annotated[
         str, typer.Option(metavar="dynamic|static", help="Scales with every token, or calibrated and stored once.")
     ] = "dynamic",
-    rotate: Annotated[bool, typer.Option("--rotate", help="Rotate keys (and queries) by a Hadamard matrix.")] = False,
+    rotation: Annotated[
+        str, typer.Option(metavar="auto|none|hadamard", help="Rotate keys and queries, auto: if it lowers the error.")
+    ] = "auto",
     memory: Annotated[
         float, typer.Option(metavar="GIB", min=0.001, help="Memory for the cache: tells the context that fits.")
     ] = 1.0,
@@ -212,7 +214,7 @@ def kv(
 
     checkpoint = _open(model, how.revision)
     text = calibration_text(checkpoint.text_config, dataset, nsamples, seqlen, seed)
-    recipe = KVRecipe(text, bits, group_size or 0, mode, rotate, how.trust_remote_code)
+    recipe = KVRecipe(text, bits, group_size or 0, mode, rotation, how.trust_remote_code)
     _write_artifact(checkpoint, recipe, output, "calibrating", how, {"memory_gib": memory})
 
 

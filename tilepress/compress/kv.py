@@ -4,11 +4,19 @@ Layer by layer, the queries, keys (after RoPE) and values of the attention are l
 mean and a scale are kept: scale = reach^alpha, keys' shared by the pairs that RoPE rotates, so that both fold into what is around the
 attention (SmoothAttention of QServe, Lin et al. 2024, arXiv 2405.04532, with a searched exponent). alpha and clip of keys and of values
 are those of a small grid with the least error of the attention's output on sampled queries. Weights are not touched: their files are linked.
+
+Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of a rotated row are alike in all channels, so a scale a_c makes
+the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
+root mean squares: there scale = (k / q)^alpha. Whether the model's keys are rotated is decided by the same error, summed over layers.
+
+Static ranges of keys must hold at positions that calibration never saw. RoPE turns a pair of channels and leaves its length: so the range of
+both is the largest length that was seen, around 0.
 """
 
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -41,7 +49,7 @@ class KVRecipe(Recipe):
     bits: int = 4
     group_size: int = 0  # 0: the head dimension
     mode: str = "dynamic"  # dynamic | static
-    rotate: bool = False
+    rotation: str = "auto"  # auto | none | hadamard
     trust_remote_code: bool = False
 
     command = "compress kv"
@@ -52,8 +60,17 @@ class KVRecipe(Recipe):
             raise UsageError(f"--bits {self.bits} is unknown", "choose 4 or 8")
         if self.mode not in ("dynamic", "static"):
             raise UsageError(f"--mode {self.mode} is unknown", "choose dynamic or static")
-        if self.rotate and self.mode == "static":
-            raise UsageError("--rotate goes with --mode dynamic", "leave one of them out")
+        if self.rotation not in ("auto", "none", "hadamard"):
+            raise UsageError(f"--rotation {self.rotation} is unknown", "choose one of auto, none, hadamard")
+        if self.rotation == "hadamard" and (self.mode == "static" or self.bits == 8):
+            raise UsageError("--rotation hadamard goes with 4 bits and --mode dynamic", "leave it out")
+
+    @property
+    def rotations(self) -> tuple[bool, ...]:
+        """What is tried."""
+        if self.rotation == "auto" and self.bits == 4 and self.mode == "dynamic":
+            return (False, True)
+        return (self.rotation == "hadamard",)
 
     def find_targets(self, checkpoint: Checkpoint, trust_remote_code: bool = False):
         return [], []
@@ -62,7 +79,12 @@ class KVRecipe(Recipe):
         return DenseLayout()
 
     def settings(self) -> dict:
-        chosen = {"bits": self.bits, "group_size": self.group_size or "head", "mode": self.mode, "rotate": self.rotate}
+        chosen = {
+            "bits": self.bits,
+            "group_size": self.group_size or "head",
+            "mode": self.mode,
+            "rotation": self.rotation,
+        }
         return chosen | asdict(self.text)
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
@@ -156,16 +178,15 @@ def attention_shape(checkpoint: Checkpoint) -> AttentionShape:
 _ORDINARY = "this model keeps its ordinary cache"
 
 
-def shared_by_pairs(reach: Tensor, shape: AttentionShape) -> Tensor:
-    """The larger value of each pair of channels that RoPE rotates, for both: [..., D] -> [..., D]."""
+def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:
+    """What `reduce` (torch.amax, torch.sum) makes of each pair of channels that RoPE rotates, for both: [..., D] -> [..., D]."""
     n = shape.rotary_dim
     if not n:
-        return reach
-    rotated = reach[..., :n]
-    pairs = rotated.unflatten(-1, (-1, 2) if shape.interleaved else (2, -1))
+        return x
+    pairs = x[..., :n].unflatten(-1, (-1, 2) if shape.interleaved else (2, -1))
     along = -1 if shape.interleaved else -2
-    largest = pairs.amax(along, keepdim=True).expand_as(pairs).flatten(-2)
-    return torch.cat([largest, reach[..., n:]], -1)
+    shared = reduce(pairs, along, keepdim=True).expand_as(pairs).flatten(-2)
+    return torch.cat([shared, x[..., n:]], -1)
 
 
 @dataclass
@@ -176,6 +197,8 @@ class _Seen:
     low: dict[str, Tensor] = field(default_factory=dict)  # of "key", "value": [heads, D]
     high: dict[str, Tensor] = field(default_factory=dict)
     total: dict[str, Tensor] = field(default_factory=dict)
+    power: dict[str, Tensor] = field(default_factory=dict)
+    longest: Tensor | None = None  # of each key's pairs: [heads, D]
     tokens: int = 0
     query_power: Tensor | float = 0.0
     samples: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(
@@ -183,7 +206,7 @@ class _Seen:
     )  # q at positions, positions, k, v
     scaling: float = 1.0
 
-    def add(self, query: Tensor, key: Tensor, value: Tensor, keep: bool) -> None:
+    def add(self, query: Tensor, key: Tensor, value: Tensor, keep: bool, shape: "AttentionShape") -> None:
         """[1, heads, tokens, D] each."""
         for what, x in (("key", key[0].float()), ("value", value[0].float())):
             low, high = x.amin(1), x.amax(1)
@@ -195,6 +218,9 @@ class _Seen:
             self.low[what] = torch.minimum(self.low.get(what, low), low)
             self.high[what] = torch.maximum(self.high.get(what, high), high)
             self.total[what] = self.total.get(what, 0.0) + x.sum(1, dtype=torch.float64)
+            self.power[what] = self.power.get(what, 0.0) + x.square().sum(1, dtype=torch.float64)
+        longest = by_pairs(key[0].float().square(), shape, torch.sum).amax(1).sqrt()
+        self.longest = longest if self.longest is None else torch.maximum(self.longest, longest)
         count = key.shape[2]
         self.tokens += count
         groups = query[0].float().unflatten(0, (key.shape[1], -1))
@@ -226,15 +252,19 @@ def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) 
     if len(model.layers) != shape.layers:
         raise UsageError(f"{len(model.layers)} decoder layers were found, config.json says {shape.layers}", _ORDINARY)
     hidden = _embedded(model, windows, stored)
-    form, layers, told = recipe.form(shape.head_dim), [], []
+    form = recipe.form(shape.head_dim)
+    tried: dict[bool, list[tuple[Side, Side, dict]]] = {rotate: [] for rotate in recipe.rotations}
     share = sum(e.nbytes for e in checkpoint.tensors.values()) // shape.layers
     for number, layer in enumerate(model.layers):
         progress(f"calibrating {layer}", 0)
-        seen = _observe(model, layer, hidden)
-        keys, values, facts = _choose(seen, form, shape, recipe)
-        layers.append((keys, values))
-        told.append({"layer": number} | facts)
+        seen = _observe(model, layer, hidden, shape)
+        for rotate, found in tried.items():
+            keys, values, facts = _choose(seen, form, shape, rotate)
+            found.append((keys, values, {"layer": number} | facts))
         progress(f"calibrating {layer}", share)
+    errors = {rotate: sum(facts["output_error"] ** 2 for *_, facts in found) for rotate, found in tried.items()}
+    rotate = min(errors, key=errors.get)
+    layers, told = [found[:2] for found in tried[rotate]], [found[2] for found in tried[rotate]]
     wanted, tokens = recipe.text.nsamples * recipe.text.seqlen, sum(map(len, windows))
     warnings = [f"{recipe.text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
     facts = {
@@ -249,7 +279,7 @@ def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) 
         "warnings": warnings,
         "report": told,
     }
-    found = KVCalibration(form, shape.kv_heads, tuple(layers), recipe.rotate, _refits(form), facts)
+    found = KVCalibration(form, shape.kv_heads, tuple(layers), rotate, _refits(form), facts)
     (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(found, hashed).items():
         write_atomic(plan.work / name, content, plan.work)
@@ -271,7 +301,7 @@ def _embedded(model: LayerByLayer, windows: list[list[int]], stored: torch.dtype
 
 
 _looking: list[_Seen] = []  # the layer at hand, while it runs
-_keeping: list[bool] = [False]
+_keeping: list = []  # whether its window is kept whole, and the attention's shape
 
 
 def _look_at_attention(model) -> None:
@@ -286,7 +316,7 @@ def _look_at_attention(model) -> None:
             raise UsageError(f"the attention uses {unusual[0]}, which this cache does not serve", _ORDINARY)
         if _looking:
             _looking[0].scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-            _looking[0].add(query, key, value, _keeping[0])
+            _looking[0].add(query, key, value, *_keeping)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     AttentionInterface.register(_ATTENTION, observed)
@@ -297,14 +327,14 @@ def _look_at_attention(model) -> None:
         raise UsageError(f"the attention of {type(model).__name__} cannot be looked at: {error}", _ORDINARY) from error
 
 
-def _observe(model: LayerByLayer, layer: str, hidden: list[Tensor]) -> _Seen:
+def _observe(model: LayerByLayer, layer: str, hidden: list[Tensor], shape: AttentionShape) -> _Seen:
     """Runs all windows through a layer; its outputs take the place of its inputs."""
     seen = _Seen(layer)
     _looking.append(seen)
     try:
         with model.loaded(layer):
             for i, h in enumerate(hidden):
-                _keeping[0] = i < _SAMPLED_WINDOWS
+                _keeping[:] = (i < _SAMPLED_WINDOWS, shape)
                 hidden[i] = model.run(layer, h).to(h.dtype).cpu()
     finally:
         _looking.clear()
@@ -313,7 +343,7 @@ def _observe(model: LayerByLayer, layer: str, hidden: list[Tensor]) -> _Seen:
     return seen
 
 
-def _choose(seen: _Seen, form: KVFormat, shape: AttentionShape, recipe: KVRecipe) -> tuple[Side, Side, dict]:
+def _choose(seen: _Seen, form: KVFormat, shape: AttentionShape, rotate: bool) -> tuple[Side, Side, dict]:
     """Keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
     found = seen.samples[0][2].shape[0], seen.samples[0][2].shape[-1], seen.samples[0][3].shape[-1]
     if found != (shape.kv_heads, shape.head_dim, shape.head_dim):
@@ -327,13 +357,13 @@ def _choose(seen: _Seen, form: KVFormat, shape: AttentionShape, recipe: KVRecipe
     for what in ("key", "value"):
         errors = {}
         for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static]):
-            side = _side(seen, what, form, shape, alpha, clip, recipe.rotate)
-            back = _Back(what, form, side, recipe.rotate)
+            side = _side(seen, what, form, shape, alpha, clip, rotate)
+            back = _Back(what, form, side, rotate)
             errors[alpha, clip] = _output_error(seen, exact, back) / max(power, 1e-30)
         alpha, clip = min(errors, key=errors.get)
-        chosen[what] = _side(seen, what, form, shape, alpha, clip, recipe.rotate)
+        chosen[what] = _side(seen, what, form, shape, alpha, clip, rotate)
         facts |= {f"{what}_alpha": alpha, f"{what}_clip": clip}
-    backs = [_Back(what, form, chosen[what], recipe.rotate) for what in ("key", "value")]
+    backs = [_Back(what, form, chosen[what], rotate) for what in ("key", "value")]
     facts["output_error"] = (_output_error(seen, exact, *backs) / max(power, 1e-30)) ** 0.5
     for back in backs:
         facts |= back.told(seen)
@@ -343,17 +373,24 @@ def _choose(seen: _Seen, form: KVFormat, shape: AttentionShape, recipe: KVRecipe
 def _side(
     seen: _Seen, what: str, form: KVFormat, shape: AttentionShape, alpha: float, clip: float, rotate: bool
 ) -> Side:
-    low, high = seen.low[what], seen.high[what]
+    low, high, key = seen.low[what], seen.high[what], what == "key"
+    if form.static and key:
+        turns = torch.arange(low.shape[-1], device=low.device) < shape.rotary_dim
+        low, high = torch.where(turns, -seen.longest, low), torch.where(turns, seen.longest, high)
     mean = (low + high) / 2 if form.static else (seen.total[what] / seen.tokens).float()
-    reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
-    reach = shared_by_pairs(reach, shape) if what == "key" else reach
-    scale = reach**alpha
+    if key and rotate:
+        power = by_pairs(seen.power[what] - seen.tokens * mean.double().square(), shape, torch.sum).clamp(min=1e-12)
+        wanted = by_pairs(seen.query_power, shape, torch.sum).clamp(min=1e-12)
+        scale = (power / wanted).sqrt().float() ** alpha
+    else:
+        reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
+        scale = (by_pairs(reach, shape, torch.amax) if key else reach) ** alpha
     # In these units a head's values are about 1, far from the ends of float16.
     samples = [sample[2 if what == "key" else 3] for sample in seen.samples]
     powers = torch.stack([((x - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for x in samples])
     scale = scale * powers.mean(0).sqrt().clamp(min=1e-6)[:, None]
     weight = scale.square()  # an error of the code counts times the scale
-    if what == "key":
+    if key:
         weight = weight * seen.query_power.float()
         weight = torch.ones_like(weight) if rotate else weight
     weight = weight / weight.mean(-1, keepdim=True).clamp(min=1e-30)
