@@ -13,6 +13,18 @@ _COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, 
 _GQA = _COMMON | {"hidden_size": 128, "intermediate_size": 200, "num_key_value_heads": 2}
 FAMILIES = {
     "llama": ("LlamaConfig", _GQA),
+    "gpt2-64": (
+        "GPT2Config",
+        {
+            "n_embd": 128,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 128,
+            "vocab_size": 300,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
     "llama-tied": (
         "LlamaConfig",
         _GQA | {"tie_word_embeddings": True, "hidden_size": 120, "intermediate_size": 77, "attention_bias": True},

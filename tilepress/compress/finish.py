@@ -131,13 +131,10 @@ def model_card(manifest: dict) -> str:
             "",
         ]
     if int8:
-        worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
-        lines += [
-            f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} `tilepress.load(DIR)` runs it.",
-            "",
-            f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",
-            "",
-        ]
+        lines += [f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} `tilepress.load(DIR)` runs it.", ""]
+        if "report" in manifest:
+            worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
+            lines += [f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.", ""]
     if "kv_cache" in manifest:
         told = manifest["kv_cache"]
         lines += [
@@ -152,11 +149,14 @@ def model_card(manifest: dict) -> str:
 
 def _int8_loaders(manifest: dict) -> str:
     """Who else loads an INT8 artifact."""
-    tensors, activations = manifest["tensors"], manifest["settings"]["activations"]
+    tensors, made = manifest["tensors"], manifest
+    while "activations" not in made["settings"] and "recipe" in made["source"]:
+        made = made["source"]["recipe"]
+    activations = made["settings"].get("activations")
     if any(t["layout"] == "int8" and t.get("transposed") for t in tensors):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
     experts = any(".experts." in t["name"] for t in tensors)
-    runs = activations not in ("none", "tensor-dynamic") and (activations == "token" or not experts)
+    runs = activations not in (None, "none", "tensor-dynamic") and (activations == "token" or not experts)
     others = [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
     layout = "The layout is that of compressed-tensors (`int-quantized`)"
     return f"{layout}; by its rules these load the folder as it is: {', '.join(others) or 'none other'}."

@@ -119,7 +119,9 @@ class KVRecipe(Recipe):
         }
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
-        return {"kv_cache": memory_told(read_json(plan.work / FOLDER / FACTS_NAME))}
+        source = Checkpoint(plan.source).manifest or {}  # whose weights these are
+        kept = {key: source[key] for key in ("calibration", "report") if key in source}
+        return kept | {"kv_cache": memory_told(read_json(plan.work / FOLDER / FACTS_NAME))}
 
     def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         return config | {"tilepress_kv_cache": FOLDER}

@@ -98,12 +98,13 @@ def kv_read_ref(
     """Keys and values [batch, heads, max_len, D] of sequences of seq_lens int [batch] tokens in the pages block_table int [batch, most];
     0 beyond a sequence's end."""
     form = KVFormat(head_dim, bits, group_size, static)
-    out = pages.new_zeros(2, len(seq_lens), pages.shape[1], max_len, head_dim, dtype=out_dtype)
+    shape = (len(seq_lens), pages.shape[1], max_len, head_dim)
+    keys, values = (pages.new_zeros(shape, dtype=out_dtype) for _ in range(2))
     for i, length in enumerate(seq_lens.tolist()):
         key, value = read_pages(pages, block_table[i], length, form)
-        out[0, i, :, :length] = from_channels(_values(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
-        out[1, i, :, :length] = from_channels(_values(value, form, value_fixed), value_channels, False).transpose(0, 1)
-    return out[0], out[1]
+        keys[i, :, :length] = from_channels(_values(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
+        values[i, :, :length] = from_channels(_values(value, form, value_fixed), value_channels, False).transpose(0, 1)
+    return keys, values
 
 
 def decode_attention_ref(

@@ -104,7 +104,7 @@ class PagedCache(Cache):
         self.tables: list[list[int]] = []  # of each sequence
         self.lengths: list[int] = []
         self.columns = 0  # positions announced to transformers, padding included
-        self._new = 0
+        self._new, self._awaited = 0, set()  # positions of this pass, layers that have not appended theirs
 
     def begin(self, real: Tensor) -> None:
         """Gives slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
@@ -124,6 +124,7 @@ class PagedCache(Cache):
         before = torch.tensor(lengths)[:, None]
         self.positions = (before + real.long().cpu().cumsum(1) - 1).to(self.device)  # of each query in its own sequence
         self.tables, self.lengths, self._new = tables, after, real.shape[1]
+        self._awaited = set(range(len(self.sides)))
         most = max(1, *map(len, tables))
         table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32, device=self.device)
         self.block_table, self.seq_lens = table, torch.tensor(after, dtype=torch.int32, device=self.device)
@@ -133,6 +134,11 @@ class PagedCache(Cache):
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value [batch, KV heads, positions, D] of the positions that `begin` announced."""
+        if layer not in self._awaited:
+            raise UsageError(
+                "the paged cache was not told of these positions", "call the causal language model, not its base model"
+            )
+        self._awaited.remove(layer)
         if layer == 0:
             self.columns += self._new
         if key.device.type == "cpu" and not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
@@ -238,6 +244,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
         if hasattr(module, "layer_idx"):
             module.kv_state = model.kv_state
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, always_call=True)
 
 
 def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -265,6 +272,10 @@ def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | No
     cache.begin(real)
     state.active = cache
     return args, kwargs | {"past_key_values": cache, "use_cache": True}
+
+
+def _after_forward(model, args: tuple, output) -> None:
+    model.kv_state.active = None
 
 
 def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):

@@ -1,0 +1,233 @@
+"""Rows and pages of the attention cache: golden bytes, a reader written from docs/format.md, arithmetic against numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import hadamard as scipy_hadamard
+
+from tilepress.formats import UsageError
+from tilepress.formats.kv_int4 import (
+    KVFormat,
+    dequantize_rows,
+    fake_quantize,
+    fold,
+    from_channels,
+    from_serialized,
+    hadamard,
+    page_order,
+    quantize_rows,
+    read_pages,
+    row_bytes,
+    split_row,
+    to_channels,
+    to_serialized,
+    write_pages,
+)
+
+FORMS = [
+    KVFormat(128),
+    KVFormat(128, 4, 64),
+    KVFormat(128, 4, 32),
+    KVFormat(128, 4, 0, True),
+    KVFormat(64),
+    KVFormat(64, 4, 32),
+    KVFormat(96, 4, 32),
+    KVFormat(256),
+    KVFormat(128, 8),
+    KVFormat(64, 8, 0, True),
+    KVFormat(128, 16),
+    KVFormat(32, 16),
+]
+
+
+def test_sizes():
+    assert KVFormat(128).row_bytes == 68 and KVFormat(128, 4, 32).row_bytes == 80
+    assert KVFormat(128, 4, 0, True).row_bytes == 64 and KVFormat(64).row_bytes == 36
+    assert KVFormat(128, 8).row_bytes == 132 and KVFormat(128, 16).row_bytes == 256
+    assert all(form.page_bytes % 16 == 0 for form in FORMS)
+
+
+def test_golden_bytes_of_the_serialized_row():
+    """One group and four, as docs/format.md prints them: channel d has code d mod 16."""
+    codes = (torch.arange(32) % 16).to(torch.uint8)
+    row = to_serialized(codes, torch.tensor([[0.5, -1.0]], dtype=torch.float16))
+    assert bytes(row.tolist()).hex(" ", 4) == "003800bc 1032547698badcfe".replace(
+        "1032547698badcfe", "10325476 98badcfe 10325476 98badcfe"
+    )
+    codes = (torch.arange(128) % 16).to(torch.uint8)
+    scales = torch.tensor([[0.5, -1.0], [1.0, 0.0], [2.0, 3.0], [0.25, -0.125]], dtype=torch.float16)
+    row = bytes(to_serialized(codes, scales).tolist())
+    assert row[:16].hex(" ", 4) == "003800bc 003c0000 00400042 003400b0" and len(row) == 80
+    assert row[16:] == bytes.fromhex("1032547698badcfe") * 8
+    back = from_serialized(torch.tensor(list(row), dtype=torch.uint8), 4)
+    assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
+
+
+def place(form: KVFormat, value: bool, token: int, byte: int) -> int:
+    """Where a byte of a row stands in its page, written from docs/format.md."""
+    unit, t = divmod(token, 32)
+    codes, scales = form.head_dim * form.bits // 8, form.row_bytes - form.head_dim * form.bits // 8
+    start = unit * 64 * form.row_bytes
+    if byte < codes:
+        if not value:
+            chunk = next(c for c in (64, 32, 16) if codes % c == 0)
+            part, inside = divmod(byte, chunk)
+            return start + (t // 8) * 8 * codes + part * 8 * chunk + (t % 8) * chunk + inside
+        start += 32 * codes + (t // 8) * 8 * codes
+        pair, which = (t % 8) // 2, t % 2
+        if form.bits == 4:
+            halfword, low = divmod(byte, 2)
+            g, word = divmod(halfword, 4)
+            return start + 2 * (((g * 4 + pair) * 4 + word) * 2 + which) + low
+        if form.bits == 8:
+            g, channel = divmod(byte, 16)
+            half, rest = divmod(channel, 8)
+            word, d = divmod(rest, 2)
+            return start + (((half * (form.head_dim // 16) + g) * 4 + pair) * 4 + word) * 4 + 2 * d + which
+        channel, low = divmod(byte, 2)
+        g, inside = divmod(channel, 16)
+        quarter, word = divmod(inside, 4)
+        return start + 2 * ((((quarter * (form.head_dim // 16) + g) * 4 + pair) * 4 + word) * 2 + which) + low
+    group, inside = divmod(byte - codes, 4)
+    start += 64 * codes + (32 * scales if value else 0)
+    if not value or form.groups == 1:
+        return start + ((t % 8) * form.groups + group) * 16 + (t // 8) * 4 + inside
+    shift, low = divmod(inside, 2)
+    sixteen, rest = divmod(t, 16)
+    x, rest = divmod(rest, 8)
+    pair, which = divmod(rest, 2)
+    return start + sixteen * 16 * scales + ((((group * 4 + pair) * 2 + x) * 2 + shift) * 2 + which) * 2 + low
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_pages_are_as_documented(form):
+    order = page_order(form)
+    assert sorted(order.flatten().tolist()) == list(range(form.page_bytes))
+    for value in (False, True):
+        for token in (0, 1, 7, 8, 15, 19, 31, 32, 63):
+            expected = [place(form, value, token, byte) for byte in range(form.row_bytes)]
+            assert order[int(value), token].tolist() == expected, (value, token)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_come_back_from_pages_bit_for_bit(form):
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.full((5, 3, form.page_bytes), 0xAB, dtype=torch.uint8)
+    table, length = torch.tensor([3, 0, 4]), 150
+    rows = torch.randint(0, 256, (2, length, 3, form.row_bytes), generator=generator, dtype=torch.uint8)
+    slots = table[torch.arange(length) // 64] * 64 + torch.arange(length) % 64
+    for part in torch.randperm(length, generator=generator).split(37):  # in any order, a few at a time
+        write_pages(pages, slots[part], rows[0, part], rows[1, part], form)
+    key, value = read_pages(pages, table, length, form)
+    assert torch.equal(key, rows[0]) and torch.equal(value, rows[1])
+    assert bool((pages[[1, 2]] == 0xAB).all())
+
+
+def test_skipped_slots_and_slots_beyond_the_pages():
+    form = KVFormat(32)
+    pages, rows = (
+        torch.zeros(2, 1, form.page_bytes, dtype=torch.uint8),
+        torch.ones(2, 1, form.row_bytes, dtype=torch.uint8),
+    )
+    write_pages(pages, torch.tensor([-1, -1]), rows, rows, form)
+    assert not bool(pages.any())
+    with pytest.raises(IndexError, match="slot 128 is beyond 2 pages"):
+        write_pages(pages, torch.tensor([0, 128]), rows, rows, form)
+    assert not bool(pages.any())
+    for table in ([2], [-1]):
+        with pytest.raises(IndexError, match="block table"):
+            read_pages(pages, torch.tensor(table), 3, form)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.bits < 16 and not form.static], ids=str)
+def test_rows_by_their_extremes_against_numpy(form):
+    y = torch.randn(20, 2, form.head_dim, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize_rows(y, form)
+    grouped = y.double().numpy().reshape(20, 2, form.groups, -1)
+    low, high = grouped.min(-1), grouped.max(-1)
+    assert np.allclose(scales[..., 0].double().numpy(), (high - low) / form.levels, rtol=1e-3)
+    assert np.allclose(scales[..., 1].double().numpy(), low, rtol=1e-3)
+    s, z = (scales[..., i].double().numpy()[..., None] for i in (0, 1))
+    expected = np.clip(np.round((grouped - z) / s), 0, form.levels).reshape(codes.shape)
+    assert np.abs(codes.numpy() - expected).max() <= 1 and (codes.numpy() != expected).mean() < 1e-3  # ties in float32
+    back = dequantize_rows(codes, scales).double().numpy().reshape(grouped.shape)
+    assert np.abs(back - grouped).max() <= 0.51 * s.max() + 1e-3 * np.abs(z).max()
+    packed = split_row(row_bytes(codes, scales, form.bits), form)
+    assert torch.equal(packed[0], codes) and torch.equal(packed[1], scales)
+
+
+@pytest.mark.parametrize("form", [KVFormat(128), KVFormat(64, 4, 32)], ids=str)
+def test_refits_are_least_squares_and_lower_the_weighted_error(form):
+    generator = torch.Generator().manual_seed(1)
+    y, weight = (
+        torch.randn(200, 1, form.head_dim, generator=generator),
+        torch.rand(1, form.head_dim, generator=generator) + 0.1,
+    )
+
+    def errors(refits):
+        codes, scales = quantize_rows(y, form, weight, clip=0.95, refits=refits)
+        return ((dequantize_rows(codes, scales) - y).square() * weight).sum(-1), codes, scales
+
+    before, codes, _ = errors(0)
+    after, _, scales = errors(1)
+    assert float(after.sum()) < 0.97 * float(before.sum()) and float(errors(2)[0].sum()) < float(after.sum())
+    for row in range(3):  # the refit scales are numpy's weighted least squares to the first codes
+        for group in range(form.groups):
+            part = slice(group * form.head_dim // form.groups, (group + 1) * form.head_dim // form.groups)
+            c, w = codes[row, 0, part].double().numpy(), weight[0, part].double().numpy() ** 0.5
+            found = np.linalg.lstsq(
+                np.stack([c, np.ones_like(c)], 1) * w[:, None], y[row, 0, part].double().numpy() * w, rcond=None
+            )[0]
+            assert np.allclose(scales[row, 0, group].double().numpy(), found, rtol=2e-3, atol=2e-3)
+
+
+def test_rows_without_spread_and_beyond_float16():
+    form = KVFormat(32)
+    for x in (torch.zeros(1, 1, 32), torch.full((1, 1, 32), 3.0), torch.full((1, 1, 32), -1e-7)):
+        back = fake_quantize(x, form, None, None, 1.0, False, 2)
+        torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-6)
+    wide = torch.linspace(-1e6, 1e6, 32).view(1, 1, 32)
+    assert bool(torch.isfinite(fake_quantize(wide, form, None, None, 1.0, False, 2)).all())
+    channels = torch.stack([torch.zeros(1, 32), torch.full((1, 32), 1e5), torch.ones(1, 32)])
+    torch.testing.assert_close(fake_quantize(wide, form, channels, None, 1.0, False, 0), wide, rtol=0.1, atol=7e4)
+
+
+def test_channels_and_rotation_are_undone():
+    generator = torch.Generator().manual_seed(0)
+    for dim in (32, 64, 96, 128):
+        x = torch.randn(7, 2, dim, generator=generator)
+        channels = torch.rand(3, 2, dim, generator=generator) + 0.5
+        for rotate in (False, True):
+            torch.testing.assert_close(
+                from_channels(to_channels(x, channels, rotate), channels, rotate), x, rtol=1e-5, atol=1e-5
+            )
+        size = dim & -dim
+        matrix = torch.block_diag(
+            *[torch.tensor(scipy_hadamard(size), dtype=torch.float64) / size**0.5] * (dim // size)
+        )
+        torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fold(x)[..., 0].double(), x.double().sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_static_codes_saturate():
+    form = KVFormat(32, 4, 0, True)
+    y = torch.tensor([-100.0, 0.0, 1.0, 2.0, 100.0] + [0.5] * 27).view(1, 1, 32)
+    codes, scales = quantize_rows(y, form, fixed=torch.tensor([[[0.25, 0.0]]], dtype=torch.float16))
+    assert scales is None and codes[0, 0, :6].tolist() == [0, 0, 4, 8, 15, 2]
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        ((100,), "no multiple of 32"),
+        ((16,), "no multiple of 32"),
+        ((128, 5), "--bits 5"),
+        ((128, 4, 48), "groups of 48"),
+        ((96, 4, 64), "groups of 64"),
+        ((128, 8, 32), "one group"),
+    ],
+)
+def test_forms_that_do_not_fit(args, message):
+    with pytest.raises(UsageError) as error:
+        KVFormat(*args)
+    assert message in error.value.message and error.value.hint

@@ -1,0 +1,165 @@
+"""The cache's ops against attention in float64 on rows that are decoded one by one."""
+
+import pytest
+import torch
+
+from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.kernels import kv_cache  # noqa: F401
+
+ops = torch.ops.tilepress
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMS = [
+    KVFormat(128),
+    KVFormat(64, 4, 32),
+    KVFormat(64, 4, 0, True),
+    KVFormat(128, 8),
+    KVFormat(64, 8, 0, True),
+    KVFormat(64, 16),
+]
+
+
+def sides(form, heads, device, seed=0):
+    """Channels, (scale, shift) of static formats and clip, for keys or values."""
+    generator = torch.Generator().manual_seed(seed)
+    if form.bits == 16:
+        return None, None, 1.0
+    channels = torch.rand(3, heads, form.head_dim, generator=generator) + 0.5
+    fixed = torch.tensor([8.0 / form.levels, -4.0], dtype=torch.float16).expand(heads, form.groups, 2).contiguous()
+    return channels.to(device), fixed.to(device) if form.static else None, 0.95
+
+
+def filled(form, lengths, heads, device, rotate, seed=0):
+    """Pages with sequences of these lengths: pages, table, lengths, keys and values as they come back, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    most = max(-(-n // 64) for n in lengths) or 1
+    numbers = torch.randperm(most * len(lengths) + 2, generator=generator)
+    table = numbers[: most * len(lengths)].view(len(lengths), most)
+    pages = torch.full(
+        (len(numbers), heads, form.page_bytes), 0xFF, dtype=torch.uint8, device=device
+    )  # NaN where nothing is
+    key_side, value_side = sides(form, heads, device, 1), sides(form, heads, device, 2)
+    exact = []
+    for i, n in enumerate(lengths):
+        k, v = (torch.randn(n, heads, form.head_dim, generator=generator).to(device) for _ in range(2))
+        slots = (table[i][torch.arange(n) // 64] * 64 + torch.arange(n) % 64).to(device)
+        shape = (form.bits, form.group_size, form.static, rotate, 2)
+        ops.kv_append(pages, k, v, slots, *key_side, *value_side, *shape)
+        back = [
+            fake_quantize(x, form, *side, r, 2).double()
+            for x, side, r in ((k, key_side, rotate), (v, value_side, False))
+        ]
+        exact.append(back)
+    return (
+        pages,
+        table.int().to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        exact,
+        key_side,
+        value_side,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_decode_attention_against_float64(form, group, rotate, device):
+    if rotate and (form.static or form.bits != 4):
+        pytest.skip("only dynamic 4-bit keys are rotated")
+    heads, lengths = 2, [1, 63, 64, 65, 200, 0]
+    pages, table, seq_lens, exact, key_side, value_side = filled(form, lengths, heads, device, rotate)
+    query = torch.randn(len(lengths), heads * group, form.head_dim, generator=torch.Generator().manual_seed(5)).to(
+        device
+    )
+    scale = form.head_dim**-0.5
+    args = (
+        pages,
+        table,
+        seq_lens,
+        scale,
+        *key_side[:2],
+        *value_side[:2],
+        form.bits,
+        form.group_size,
+        form.static,
+        rotate,
+    )
+    out = ops.decode_attention(query, *args)
+    for i, n in enumerate(lengths):
+        if not n:
+            assert not bool(out[i].any())
+            continue
+        key, value = (x.repeat_interleave(group, 1) for x in exact[i])
+        weights = (torch.einsum("hd,thd->ht", query[i].double(), key) * scale).softmax(-1)
+        torch.testing.assert_close(out[i].double(), torch.einsum("ht,thd->hd", weights, value), rtol=1e-4, atol=1e-4)
+    assert ops.decode_attention(query.bfloat16(), *args).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_reading_back_gives_the_values(form, device):
+    lengths = [70, 0, 5]
+    pages, table, seq_lens, exact, key_side, value_side = filled(form, lengths, 3, device, False)
+    args = (
+        pages,
+        table,
+        seq_lens,
+        70,
+        *key_side[:2],
+        *value_side[:2],
+        form.head_dim,
+        form.bits,
+        form.group_size,
+        form.static,
+    )
+    key, value = ops.kv_read(*args, False, torch.float32)
+    assert key.shape == value.shape == (3, 3, 70, form.head_dim)
+    for i, n in enumerate(lengths):
+        for found, expected in zip((key, value), exact[i], strict=True):
+            torch.testing.assert_close(found[i, :, :n].double(), expected.transpose(0, 1), rtol=1e-6, atol=1e-6)
+            assert not bool(found[i, :, n:].any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_pages_are_the_same_on_a_card(form):
+    on_cpu, on_card = (
+        filled(form, [100, 3], 2, device, form.bits == 4 and not form.static)[0] for device in ("cpu", "cuda")
+    )
+    assert float((on_cpu != on_card.cpu()).float().mean()) < 1e-3  # rounding of a division may tip a code
+
+
+def calls():
+    for form in (KVFormat(64, 4, 32), KVFormat(64, 8, 0, True), KVFormat(64, 16)):
+        pages, table, seq_lens, _, key_side, value_side = filled(form, [3, 66], 2, "cpu", False)
+        k, shape = torch.randn(2, 2, 64), (form.bits, form.group_size, form.static)
+        slots = torch.tensor([int(table[0, 0]) * 64 + 3, -1])
+        yield "kv_append", (pages, k, k + 1, slots, *key_side, *value_side, *shape, False, 2)
+        both = (*key_side[:2], *value_side[:2])
+        yield "kv_read", (pages, table, seq_lens, 66, *both, 64, *shape, False, torch.bfloat16)
+        yield "decode_attention", (torch.randn(2, 4, 64), pages, table, seq_lens, 0.1, *both, *shape, False)
+
+
+@pytest.mark.parametrize("name,args", calls())
+def test_opcheck(name, args):
+    torch.library.opcheck(getattr(ops, name).default, args)
+
+
+def test_appending_in_a_compiled_function_gives_the_same_bytes():
+    name, (pages, *rest) = next(calls())
+    assert name == "kv_append"
+    one, other = pages.clone(), pages.clone()
+    ops.kv_append(one, *rest)
+    torch._dynamo.reset()
+    torch.compile(lambda p, k, v: ops.kv_append(p, k, v, *rest[2:]), backend="aot_eager", fullgraph=True)(
+        other, *rest[:2]
+    )
+    assert torch.equal(one, other) and not torch.equal(one, pages)
+
+
+def test_heads_that_do_not_divide():
+    form = KVFormat(64)
+    pages, table, seq_lens, _, key_side, value_side = filled(form, [3], 2, "cpu", False)
+    with pytest.raises(ValueError, match="no multiple"):
+        args = (pages, table, seq_lens, 0.1, *key_side[:2], *value_side[:2], 4, 0, False, False)
+        ops.decode_attention(torch.randn(1, 3, 64), *args)
