@@ -358,6 +358,7 @@ def test_other_files_are_copied_but_not_checkpoints_weights_or_pipes(tiny, tmp_p
     for name in (
         "kv_cache/scales.safetensors",
         "code/modeling.py",
+        "more/extra.json",
         "onnx/model.onnx",
         "pytorch_model.bin",
         ".cache/x",
@@ -369,8 +370,15 @@ def test_other_files_are_copied_but_not_checkpoints_weights_or_pipes(tiny, tmp_p
     os.mkfifo(source / "pipe")
     prune(source, source / "pruned")
     out = digest(source / "pruned")
-    assert {"SOURCE_README.md", "kv_cache/scales.safetensors", "code/modeling.py"} <= set(out)
-    assert not {"onnx/model.onnx", "pytorch_model.bin", "inner/config.json", "inner/notes.txt", "pipe"} & set(out)
+    assert {"SOURCE_README.md", "more/extra.json", "code/modeling.py"} <= set(out)
+    assert not {
+        "kv_cache/scales.safetensors",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+        "inner/config.json",
+        "inner/notes.txt",
+        "pipe",
+    } & set(out)
     prune(source, source / "again")
     assert digest(source / "again") == out
 
