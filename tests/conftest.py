@@ -22,6 +22,10 @@ from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.quantize import QuantizeRecipe
 from tilepress.compress.shards import run_shards
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
+from tilepress.formats.kv_calibration import uncalibrated
+from tilepress.formats.kv_int4 import KVFormat
+from tilepress.runtime import kv_cache
+from tilepress.runtime.loader import load
 
 screen.quiet_libraries()
 
@@ -104,6 +108,24 @@ def tiny() -> Path:
 @pytest.fixture(scope="session")
 def text() -> Path:
     return demo.TEXT
+
+
+@pytest.fixture(scope="session")
+def halves(tmp_path_factory) -> tuple[Text, Path]:
+    """Text to calibrate with, and other text to measure on."""
+    folder, documents = tmp_path_factory.mktemp("halves"), demo.TEXT.read_text().splitlines(keepends=True)
+    for name, part in (("calibration", documents[:4]), ("held-out", documents[4:])):
+        (folder / f"{name}.jsonl").write_text("".join(part))
+    return few_words(24, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
+
+
+def with_cache(source: Path, form: KVFormat):
+    """The model in float32 with a cache whose rows are quantized by their own extremes."""
+    model = load(source, dtype=torch.float32, kv=False)
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_cache.install(model, uncalibrated(form, kv_heads, config.num_hidden_layers))
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,10 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", _GQA | {"head_dim": 32}),
     "gemma": ("GemmaConfig", _GQA | {"head_dim": 32}),
     "falcon": ("FalconConfig", _COMMON | {"hidden_size": 128}),
+    "granite": ("GraniteConfig", _GQA | {"attention_multiplier": 0.5}),
+    "stablelm": ("StableLmConfig", _GQA),
+    "diffllama": ("DiffLlamaConfig", _GQA),
+    "doge": ("DogeConfig", _GQA),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4}),
     "qwen3-moe": (
         "Qwen3MoeConfig",

@@ -17,6 +17,7 @@ from tilepress.flags import (
     Device,
     Json,
     Making,
+    Memory,
     Model,
     Output,
     Quiet,
@@ -186,6 +187,7 @@ def kv(
         int | None,
         typer.Option(
             metavar="128|64|32",
+            min=32,
             help="Channels that share a scale (4 bits).  [default: the head dimension]",
             show_default=False,
         ),
@@ -196,9 +198,7 @@ def kv(
     rotation: Annotated[
         str, typer.Option(metavar="auto|none|hadamard", help="Rotate keys and queries, auto: if it lowers the error.")
     ] = "auto",
-    memory: Annotated[
-        float, typer.Option(metavar="GIB", min=0.001, help="Memory for the cache: tells the context that fits.")
-    ] = 1.0,
+    memory: Memory = 1.0,
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,
@@ -276,7 +276,8 @@ def perplexity(
         str,
         typer.Option(
             metavar="sim|decode|off",
-            help="With a calibrated cache: simulate it in a forward pass, or send the text through it.  [default: sim]",
+            help="With a calibrated cache: simulate it in a forward pass, or also send half of each window through it token by token (slow). "
+            "--base has none.  [default: sim]",
             show_default=False,
         ),
     ] = "auto",
@@ -312,7 +313,8 @@ def perplexity(
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     with Bar("perplexity", 1, quiet) as bar:
         result = measure(subject, tokenizer, protocol, other, bar.at, kv)
-    result = {"model": model, **result, "paths": paths(subject), "seconds": round(time.monotonic() - started, 2)}
+    mode = "cache" if result["protocol"]["kv"] == "decode" else result["protocol"]["kv"]
+    result = {"model": model, **result, "paths": paths(subject, mode), "seconds": round(time.monotonic() - started, 2)}
     if other is not None:
         result["base"] = {"model": base, **result["base"], "paths": paths(other)}
     print(json.dumps(result, indent=2) if json_ else screen.perplexity_text(result))
@@ -323,7 +325,7 @@ def perplexity(
 
 
 @app.command()
-def inspect(model: Model, revision: Revision = None, json_: Json = False) -> None:
+def inspect(model: Model, memory: Memory = 1.0, revision: Revision = None, json_: Json = False) -> None:
     """Show what MODEL holds, weight by weight, from its headers and manifest."""
     from dataclasses import asdict
 
@@ -331,7 +333,7 @@ def inspect(model: Model, revision: Revision = None, json_: Json = False) -> Non
 
     found = look(_open(model, revision))
     facts = asdict(found) | {"bytes": found.bytes, "elements": found.elements}
-    print(json.dumps(facts, indent=2) if json_ else screen.inspection_text(facts))
+    print(json.dumps(facts, indent=2) if json_ else screen.inspection_text(facts, memory))
 
 
 @app.command()
@@ -489,6 +491,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     from tilepress.compress.finish import finish
     from tilepress.compress.plan import make_plan, open_output
     from tilepress.compress.shards import run_parallel, run_shards
+    from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
 
     screen.quiet_libraries()
     targets, left = recipe.find_targets(checkpoint, how.trust_remote_code)
@@ -504,9 +507,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
         say(f"{output} is complete already")
     else:
-        once = sum(shard.elements for shard in plan.shards)
-        mine = sum(shard.elements for shard in plan.shards[rank::world_size])
-        with Bar(title, mine + (recipe.passes - 1) * once, how.quiet) as bar:
+        with Bar(title, recipe.work_units(plan, rank, world_size), how.quiet) as bar:
             if how.workers > 1:
                 run_parallel(plan, how.workers, rank, world_size, device, bar.step)
             else:
@@ -519,7 +520,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     facts = plan.outcome() | (told or {}) | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json_ else screen.result_text(facts))
     warnings = [w for part in ("calibration", "kv_cache") for w in facts.get(part, {}).get("warnings", [])]
-    if not recipe.links and (checkpoint.path / "kv_cache").exists():
+    if not recipe.links and (checkpoint.path / KV_FOLDER).exists():
         warnings.append("kv_cache/ was not taken over: it belongs to the weights as they were; run `compress kv` again")
     for warning in warnings[:_WARNINGS_SHOWN]:
         say(f"warning: {warning}")

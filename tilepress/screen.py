@@ -108,11 +108,16 @@ def left_alone(reasons: dict[str, str]) -> str:
 def plan_text(facts: dict) -> str:
     """What `--dry-run` prints."""
     layers = [[t["name"], f"{t['rows']} x {t['cols']}", size(t["bytes"])] for t in facts["layers"]]
+    if "kv_cache" in facts:
+        head = ["  attention cache: " + facts["kv_cache"]["format"], *kv_sizes(facts["kv_cache"], 1.0)]
+        what = "The weights stay as they are,"
+    else:
+        head = [table("", ["weight", "rows x cols", "stored now"], layers), left_alone(facts["left_alone"])]
+        what = f"{len(layers)} weights"
     return "\n".join(
         [
-            table("", ["weight", "rows x cols", "stored now"], layers),
-            left_alone(facts["left_alone"]),
-            f"  {len(layers)} weights in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
+            *head,
+            f"  {what} in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
             f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself",
             "  nothing was written",
         ]
@@ -124,7 +129,10 @@ def result_text(facts: dict) -> str:
     share = facts["bytes"] / facts["source_bytes"]
     if "kv_cache" in facts:
         return "\n".join(
-            [kv_text(facts["kv_cache"], facts["memory_gib"]), f"  wrote {facts['output']} in {facts['seconds']:.1f} s"]
+            [
+                kv_text(facts["kv_cache"], facts["memory_gib"]),
+                f"  wrote {facts['output']} in {facts['seconds']:.1f} s; the weights are the source's own files, linked where the disk allows",
+            ]
         )
     lines = [f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})"]
     if "report" in facts:
@@ -136,7 +144,16 @@ def result_text(facts: dict) -> str:
     return "\n".join(lines)
 
 
-def kv_text(told: dict, memory_gib: float = 1.0) -> str:
+def kv_sizes(told: dict, memory_gib: float) -> list[str]:
+    before, after = (int(memory_gib * told[name]) for name in ("tokens_per_gib_bfloat16", "tokens_per_gib"))
+    return [
+        f"  a token     {told['bytes_per_token_bfloat16']:,} -> {told['bytes_per_token']:,} bytes "
+        f"({told['bytes_per_token'] / told['bytes_per_token_bfloat16']:.1%} of bfloat16)",
+        f"  {memory_gib:g} GiB     {before:,} -> {after:,} tokens",
+    ]
+
+
+def kv_text(told: dict, memory_gib: float) -> str:
     """What a calibrated cache takes, and its layers with the greatest output error."""
     worst = sorted(told["report"], key=lambda layer: -layer["output_error"])[:5]
     rows = [
@@ -152,14 +169,14 @@ def kv_text(told: dict, memory_gib: float = 1.0) -> str:
     ]
     head = ["layer", "key error", "value error", "output error", "alpha K", "clip K", "alpha V", "clip V"]
     head += ["beyond the range"] if rows and len(rows[0]) > len(head) else []
-    before, after = (int(memory_gib * told[name]) for name in ("tokens_per_gib_before", "tokens_per_gib"))
+    few = "" if len(worst) == len(told["report"]) else f"; the worst layers of {len(told['report'])}:"
+    rotated = ", keys rotated" if told["rotation"] == "hadamard" else ""
     return "\n".join(
         [
-            table(f"  attention cache: {told['format']}; the worst layers of {len(told['report'])}:", head, rows),
+            table(f"  attention cache: {told['format']}{rotated}{few}", head, rows),
             "",
-            f"  a token     {told['bytes_per_token_before']:,} -> {told['bytes_per_token']:,} bytes "
-            f"({told['bytes_per_token'] / told['bytes_per_token_before']:.1%} of bfloat16)",
-            f"  {memory_gib:g} GiB     {before:,} -> {after:,} tokens",
+            f"  calibrated on {told['tokens']:,} tokens in {told['windows']} windows",
+            *kv_sizes(told, memory_gib),
         ]
     )
 
@@ -228,7 +245,7 @@ def perplexity_text(result: dict) -> str:
     return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
 
 
-def inspection_text(found: dict) -> str:
+def inspection_text(found: dict, memory_gib: float) -> str:
     """A row a weight, then the total; `-` where only a manifest could tell."""
 
     def cell(value: float | None, form: str) -> str:
@@ -253,7 +270,7 @@ def inspection_text(found: dict) -> str:
     head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"]
     bits = 8 * found["bytes"] / max(found["elements"], 1)
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
-    cache = "\n\n" + kv_text(found["kv_cache"]) if found.get("kv_cache") else ""
+    cache = "\n\n" + kv_text(found["kv_cache"], memory_gib) if found.get("kv_cache") else ""
     return table(title, head, rows) + f"\n\n  {total}" + cache
 
 

@@ -55,15 +55,6 @@ def increase(artifact, base, text, limit=6) -> float:
     return scores["perplexity"] / scores["base"]["perplexity"] - 1
 
 
-@pytest.fixture(scope="module")
-def halves(tmp_path_factory):
-    """Text to calibrate with, and other text to measure on."""
-    folder, documents = tmp_path_factory.mktemp("halves"), demo.TEXT.read_text().splitlines(keepends=True)
-    for name, part in (("calibration", documents[:4]), ("held-out", documents[4:])):
-        (folder / f"{name}.jsonl").write_text("".join(part))
-    return few_words(24, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
-
-
 @pytest.mark.parametrize(
     "settings,most",
     [

@@ -51,9 +51,7 @@ def test_golden_bytes_of_the_serialized_row():
     """One group and four, as docs/format.md prints them: channel d has code d mod 16."""
     codes = (torch.arange(32) % 16).to(torch.uint8)
     row = to_serialized(codes, torch.tensor([[0.5, -1.0]], dtype=torch.float16))
-    assert bytes(row.tolist()).hex(" ", 4) == "003800bc 1032547698badcfe".replace(
-        "1032547698badcfe", "10325476 98badcfe 10325476 98badcfe"
-    )
+    assert bytes(row.tolist()).hex(" ", 4) == "003800bc 10325476 98badcfe 10325476 98badcfe"
     codes = (torch.arange(128) % 16).to(torch.uint8)
     scales = torch.tensor([[0.5, -1.0], [1.0, 0.0], [2.0, 3.0], [0.25, -0.125]], dtype=torch.float16)
     row = bytes(to_serialized(codes, scales).tolist())
@@ -131,7 +129,7 @@ def test_skipped_slots_and_slots_beyond_the_pages():
     )
     write_pages(pages, torch.tensor([-1, -1]), rows, rows, form)
     assert not bool(pages.any())
-    with pytest.raises(IndexError, match="slot 128 is beyond 2 pages"):
+    with pytest.raises(IndexError, match="slots 0 .. 128 are beyond 2 pages"):
         write_pages(pages, torch.tensor([0, 128]), rows, rows, form)
     assert not bool(pages.any())
     for table in ([2], [-1]):
@@ -145,10 +143,10 @@ def test_rows_by_their_extremes_against_numpy(form):
     codes, scales = quantize_rows(y, form)
     grouped = y.double().numpy().reshape(20, 2, form.groups, -1)
     low, high = grouped.min(-1), grouped.max(-1)
-    assert np.allclose(scales[..., 0].double().numpy(), (high - low) / form.levels, rtol=1e-3)
+    assert np.allclose(scales[..., 0].double().numpy(), (high - low) / form.max_code, rtol=1e-3)
     assert np.allclose(scales[..., 1].double().numpy(), low, rtol=1e-3)
     s, z = (scales[..., i].double().numpy()[..., None] for i in (0, 1))
-    expected = np.clip(np.round((grouped - z) / s), 0, form.levels).reshape(codes.shape)
+    expected = np.clip(np.round((grouped - z) / s), 0, form.max_code).reshape(codes.shape)
     assert np.abs(codes.numpy() - expected).max() <= 1 and (codes.numpy() != expected).mean() < 1e-3  # ties in float32
     back = dequantize_rows(codes, scales).double().numpy().reshape(grouped.shape)
     assert np.abs(back - grouped).max() <= 0.51 * s.max() + 1e-3 * np.abs(z).max()

@@ -1,4 +1,4 @@
-"""The cache's ops against attention in float64 on rows that are decoded one by one."""
+"""The cache's ops against attention in float64, on rows as the formats (tests/formats/test_kv_int4.py) give them back."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def sides(form, heads, device, seed=0):
     if form.bits == 16:
         return None, None, 1.0
     channels = torch.rand(3, heads, form.head_dim, generator=generator) + 0.5
-    fixed = torch.tensor([8.0 / form.levels, -4.0], dtype=torch.float16).expand(heads, form.groups, 2).contiguous()
+    fixed = torch.tensor([8.0 / form.max_code, -4.0], dtype=torch.float16).expand(heads, form.groups, 2).contiguous()
     return channels.to(device), fixed.to(device) if form.static else None, 0.95
 
 
@@ -154,6 +154,44 @@ def test_appending_in_a_compiled_function_gives_the_same_bytes():
         other, *rest[:2]
     )
     assert torch.equal(one, other) and not torch.equal(one, pages)
+
+
+def test_scales_other_than_the_roots_of_the_dimension():
+    form = KVFormat(64)
+    pages, table, seq_lens, exact, key_side, value_side = filled(form, [50], 1, "cpu", False)
+    query = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1))
+    out = ops.decode_attention(query, pages, table, seq_lens, 0.7, *key_side[:2], *value_side[:2], 4, 0, False, False)
+    key, value = (x[:, 0] for x in exact[0])
+    torch.testing.assert_close(
+        out[0, 0].double(), (0.7 * key @ query[0, 0].double()).softmax(0) @ value, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_would_be_read_or_written_elsewhere_is_refused():
+    form = KVFormat(64)
+    pages, table, seq_lens, _, key_side, value_side = filled(form, [3], 2, "cpu", False)
+    both, shape, rows = (*key_side[:2], *value_side[:2]), (4, 0, False), torch.randn(1, 2, 64)
+
+    def append(slot, rows=rows, bits=4):
+        ops.kv_append(pages, rows, rows, torch.tensor([slot]), *key_side, *value_side, bits, 0, False, False, 0)
+
+    for slot in (-2, 64 * len(pages)):
+        with pytest.raises(IndexError, match="are beyond"):
+            append(slot)
+    with pytest.raises(ValueError, match="do not hold"):
+        append(0, rows[:, :1])
+    with pytest.raises(ValueError, match="do not hold"):
+        append(0, bits=8)
+    query = torch.randn(1, 2, 64)
+    for bad, lengths in ((table, [100]), (table, [-1]), (table * 0 - 1, [3]), (table * 0 + len(pages), [3])):
+        with pytest.raises(IndexError):
+            ops.decode_attention(query, pages, bad, torch.tensor(lengths, dtype=torch.int32), 0.1, *both, *shape, False)
+        with pytest.raises(IndexError):
+            ops.kv_read(
+                pages, bad, torch.tensor(lengths, dtype=torch.int32), 100, *both, 64, *shape, False, torch.float32
+            )
+    with pytest.raises(ValueError, match="2 queries, 1 lengths"):
+        ops.decode_attention(query.expand(2, 2, 64), pages, table, seq_lens, 0.1, *both, *shape, False)
 
 
 def test_heads_that_do_not_divide():

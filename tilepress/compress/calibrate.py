@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tilepress.compress.calibration import Text, load_tokenizer
+from tilepress.compress.calibration import Text, check_vocabulary, load_tokenizer
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.observe import InputStats, Observer, clipped_share
 from tilepress.compress.plan import Plan, Progress, source_mtime
@@ -122,7 +122,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
         facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
     facts |= {"computed_in": dtype_name(compute), "device": kind}
     model = LayerByLayer(checkpoint, plan.targets, device, compute, settings.dtype, settings.trust_remote_code)
-    _check_vocabulary(model, windows)
+    check_vocabulary(windows, model.model)
     if model.outside:
         names = [name.removesuffix(".weight") for name in model.outside]
         raise UsageError(
@@ -178,14 +178,6 @@ def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 180
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     write_atomic(path, save(tensors), path.parent)
-
-
-def _check_vocabulary(model: LayerByLayer, windows: list[list[int]]) -> None:
-    largest, size = max(map(max, windows)), model.model.get_input_embeddings().num_embeddings
-    if largest >= size:
-        raise UsageError(
-            f"the tokenizer gives token {largest}, the model has {size}", "the tokenizer does not belong to the model"
-        )
 
 
 def _compute_dtype(dtype: torch.dtype, device: str) -> torch.dtype:

@@ -95,6 +95,15 @@ def check_window(seqlen: int, text_config: dict) -> None:
         )
 
 
+def check_vocabulary(windows: list[list[int]], model) -> None:
+    """Raises UsageError for token ids that a transformers model has no embedding for."""
+    largest, size = max(map(max, windows)), model.get_input_embeddings().num_embeddings
+    if largest >= size:
+        raise UsageError(
+            f"the tokenizer gives token {largest}, the model has {size}", "the tokenizer does not belong to the model"
+        )
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool = False):
     """The tokenizer of a checkpoint. Raises TilepressError if there is none that loads."""
     from transformers import AutoTokenizer

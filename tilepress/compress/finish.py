@@ -108,14 +108,22 @@ def model_card(manifest: dict) -> str:
         "| | |",
         "|---|---|",
         f"| made by | `tilepress {manifest['command']}` {_settings(manifest['settings'])} |",
-        f"| weights | {total / 1e6:.1f} MB |",
     ]
+    made = manifest
+    while "recipe" in made["source"]:
+        made = made["source"]["recipe"]
+        lines.append(f"| from | `tilepress {made['command']}` {_settings(made['settings'])} |")
+    lines.append(f"| weights | {total / 1e6:.1f} MB |")
     if changed:
         zeros, elements = sum(t["zeros"] for t in changed), sum(prod(t["shape"]) for t in changed)
         lines.append(
             f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
         )
-    lines += [f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |", ""]
+    if manifest["left_alone"]:
+        lines.append(
+            f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |"
+        )
+    lines.append("")
     if packed:
         lines += [
             "The linear weights are stored as Tiled-CSL. transformers loads them after `import tilepress.hf`:",
@@ -139,7 +147,7 @@ def model_card(manifest: dict) -> str:
         told = manifest["kv_cache"]
         lines += [
             f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
-            f"{told['bytes_per_token_before']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_before']:,}. "
+            f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
             "`tilepress.load(DIR)` generates with it; other loaders ignore it.",
             "",
         ]

@@ -102,6 +102,10 @@ class LayerByLayer:
             out = self.model.get_submodule(layer)(hidden.to(self.device, self.dtype), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
+    def argument(self, name: str):
+        """What the first layer gets by this name beside the hidden states, or None."""
+        return next(iter(self._arguments.values()))[0][1].get(name)
+
     @contextlib.contextmanager
     def loaded(self, layer: str) -> Iterator[nn.Module]:
         """The layer with its weights, for as long as the context lasts."""

@@ -26,7 +26,7 @@ from tilepress.formats.checkpoint import (
     read_json,
     read_manifest,
 )
-from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
+from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
@@ -77,6 +77,17 @@ class Recipe:
         """Anonymous memory of a run, about."""
         return 2 * max(t.elements * (self.dtype or t.dtype).itemsize for t in targets)
 
+    def work_units(self, plan: "Plan", rank: int, world_size: int) -> int:
+        """What progress is counted to: elements of the rank's targets, and of all for each pass of `prepare`."""
+        once, mine = (
+            sum(shard.elements for shard in shards) for shards in (plan.shards, plan.shards[rank::world_size])
+        )
+        return mine + (self.passes - 1) * once
+
+    def foreseen(self, checkpoint: Checkpoint) -> dict:
+        """Further facts for `--dry-run`."""
+        return {}
+
     def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict | None:
         """Looks at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
 
@@ -102,7 +113,7 @@ class Recipe:
 
     def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """`config.json` of the result, from the source's: with `quantization_config` exactly if a weight is packed or INT8."""
-        config = {k: v for k, v in config.items() if k not in ("quantization_config", "tilepress_kv_cache")}
+        config = {k: v for k, v in config.items() if k not in ("quantization_config", CONFIG_KEY)}
         if self.dtype is not None:
             config["dtype"] = dtype_name(self.dtype)
             config.pop("torch_dtype", None)
@@ -171,7 +182,7 @@ class Plan:
                 {"name": t.name, "rows": t.rows, "cols": t.cols, "bytes": t.weight.nbytes} for t in self.targets
             ],
             "left_alone": {item.name: item.reason for item in self.left_alone},
-        }
+        } | self.recipe.foreseen(Checkpoint(self.source))
 
     def outcome(self) -> dict:
         """What came out, from the finished artifact's manifest."""
@@ -324,9 +335,9 @@ def _refuse(plan: Plan, state: str, resume: bool) -> None:
     what = {"finished": "a finished artifact", "artifact": "a finished artifact", "files": "files"}.get(
         state, "an unfinished run"
     )
-    hint = "choose another -o DIR"
-    if state != "files":
-        hint = "continue it with --resume, replace it with --overwrite, or " + hint
+    ways = {"files": "", "finished": "take it with --resume, replace it with --overwrite, or "}
+    ways["started"] = "continue it with --resume, replace it with --overwrite, or "
+    hint = ways.get(state, "replace it with --overwrite, or ") + "choose another -o DIR"
     raise UsageError(f"{plan.output} exists and holds {what}", hint)
 
 
@@ -400,7 +411,7 @@ def other_files(source: Path) -> list[Path]:
         for name in sorted(files):
             path = here / name
             weights = path.suffix in _WEIGHT_SUFFIXES or (
-                path.suffix == ".safetensors" and here.parts[:1] != ("kv_cache",)
+                path.suffix == ".safetensors" and here.parts[:1] != (KV_FOLDER,)
             )
             if name not in own and not name.startswith(".") and not weights and (source / path).is_file():
                 found.append(path)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibration import check_window, token_ids
+from tilepress.compress.calibration import check_vocabulary, check_window, token_ids
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.runtime.kv_cache import PagedCache
+from tilepress.runtime.kv_cache import PagedCache, cache_mode
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 RECIPES = ("gptq", "strided")
@@ -141,12 +141,8 @@ def perplexity(
     needed = None if protocol.limit is None else protocol.limit * protocol.stride + protocol.seqlen
     ids = token_ids(tokenizer, protocol.dataset, needed)
     spans = protocol.windows(len(ids))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if ids and max(ids) >= vocabulary:
-        raise UsageError(
-            f"the tokenizer gives token {max(ids)}, the model has {vocabulary}",
-            "the tokenizer does not belong to the model",
-        )
+    if ids:
+        check_vocabulary([ids], model)
     if not spans or (protocol.recipe == "strided" and len(ids) < 2):
         raise UsageError(
             f"{protocol.dataset} has {len(ids)} tokens, less than one window of {protocol.seqlen}",
@@ -252,16 +248,8 @@ def _cache_mode(model, kv: str) -> str:
 
 def _logits(model, window: Tensor, kv: str = "off") -> Tensor:
     """Of every position of a window, by one forward pass."""
-    state = getattr(model, "kv_state", None)
-    before = state and state.mode
-    try:
-        if state is not None:
-            state.mode = kv
-        with torch.inference_mode():
-            return model(window, use_cache=False).logits[0]
-    finally:
-        if state is not None:
-            state.mode = before
+    with cache_mode(model, kv), torch.inference_mode():
+        return model(window, use_cache=False).logits[0]
 
 
 def _decoded(model, window: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A value of a channel is stored as x = mean + scale * (code * s + z), see kernels/kv_cache.py. The sidecar holds mean, scale and error
 weight of every channel, clip of every layer and, for static formats, (s, z). It belongs to the weights that it was calibrated with: a hash
-over names, shapes, dtypes and the first bytes of all tensors says which.
+over names, shapes, dtypes and a sample of all tensors says which.
 """
 
 import hashlib
@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.checkpoint import Checkpoint, read_json
-from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat
 
 FOLDER = "kv_cache"
+CONFIG_KEY = "tilepress_kv_cache"  # of config.json, names the folder
 FACTS_NAME, TENSORS_NAME = "kv_cache.json", "scales.safetensors"
 VERSION = 1
 _AGAIN = "calibrate again: `tilepress compress kv`"
@@ -61,11 +62,12 @@ def uncalibrated(form: KVFormat, kv_heads: int, layers: int) -> KVCalibration:
 
 
 def weights_hash(checkpoint: Checkpoint) -> str:
-    """Of a checkpoint's weights: names, dtypes, shapes and the first 64 elements of every tensor."""
+    """Of a checkpoint's weights, however they are split into files: of each tensor, by name, name, dtype, shape and 256 elements of it."""
     digest = hashlib.sha256()
-    for name, entry in sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[0])):
-        first = checkpoint.read(name).reshape(-1)[:64].contiguous().view(torch.uint8)
-        digest.update(f"{name} {entry.dtype} {entry.shape}".encode() + bytes(first.tolist()))
+    for name, entry in sorted(checkpoint.tensors.items()):
+        flat = checkpoint.read(name).reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 256)][:256].contiguous().view(torch.uint8)
+        digest.update(f"{name} {dtype_name(entry.dtype)} {list(entry.shape)}\n".encode() + bytes(sample.tolist()))
     return digest.hexdigest()
 
 
@@ -115,8 +117,16 @@ def read_facts(folder: Path) -> dict | None:
     sound = all(type(facts.get(name)) is int and facts[name] >= 0 for name in numbers)
     sound = sound and facts.get("mode") in ("dynamic", "static") and facts.get("rotation") in ("none", "hadamard")
     clip = facts.get("clip")
-    sound = sound and isinstance(clip, list) and len(clip) == facts["layers"]
-    sound = sound and all(isinstance(c, list) and len(c) == 2 and all(0 < x <= 1 for x in c) for c in clip)
+    sound = sound and facts["bits"] in (4, 8) and isinstance(clip, list) and len(clip) == facts["layers"]
+    sound = sound and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, int | float) and 0 < x <= 1 for x in pair)
+        for pair in clip
+    )
+    if sound:
+        try:
+            form_of(facts)
+        except UsageError:
+            sound = False
     if not sound:
         raise TilepressError(f"{FACTS_NAME} does not describe a calibration", _AGAIN)
     return facts
@@ -124,14 +134,18 @@ def read_facts(folder: Path) -> dict | None:
 
 def form_of(facts: dict) -> KVFormat:
     """The format that `read_facts` describes."""
-    dim, size = facts["head_dim"], facts["group_size"]
-    return KVFormat(dim, facts["bits"], 0 if size == dim else size, facts["mode"] == "static")
+    return KVFormat(facts["head_dim"], facts["bits"], facts["group_size"], facts["mode"] == "static")
 
 
 def load(checkpoint: Checkpoint) -> KVCalibration | None:
     """A checkpoint's calibration, or None. Raises TilepressError for one that is damaged or belongs to other weights."""
     facts = read_facts(checkpoint.path)
     if facts is None:
+        if CONFIG_KEY in checkpoint.config:
+            raise TilepressError(
+                f"config.json of {checkpoint.name} names a calibrated cache, but {FOLDER}/{FACTS_NAME} is missing",
+                f"copy {FOLDER}/ too, {_AGAIN.split(':')[0]}, or take {CONFIG_KEY!r} out of config.json",
+            )
         return None
     if facts.get("weights_sha256") != weights_hash(checkpoint):
         raise TilepressError(
@@ -144,11 +158,16 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
     except Exception as error:
         raise TilepressError(f"cannot read {FOLDER}/{TENSORS_NAME}: {str(error).splitlines()[0]}", _AGAIN) from error
 
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor.float()).all()):
-            found = "missing" if tensor is None else f"{list(tensor.shape)}, not finite numbers {list(shape)}"
-            raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {name} is {found}", _AGAIN)
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, least: float) -> Tensor:
+        tensor = tensors.pop(name, None)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            found = "missing" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            raise TilepressError(
+                f"{FOLDER}/{TENSORS_NAME}: {name} is {found}, not {dtype_name(dtype)} {list(shape)}", _AGAIN
+            )
+        bounded = tensor[..., 0] if dtype == torch.float16 else tensor  # of (scale, shift) the scale
+        if not bool(torch.isfinite(tensor).all() and (bounded >= least).all()):
+            raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {name} holds values that no calibration gives", _AGAIN)
         return tensor
 
     layers = []
@@ -156,10 +175,12 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
         sides = []
         for what, clip in zip(("key", "value"), clips, strict=True):
             stem, rows = f"layers.{number}.{what}", (heads, form.head_dim)
-            channels = torch.stack([take(f"{stem}_{part}", rows).float() for part in ("mean", "scale", "weight")])
-            if not bool((channels[1] > 0).all()):
-                raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {stem}_scale is not positive", _AGAIN)
-            fixed = take(f"{stem}_fixed", (heads, form.groups, 2)) if form.static else None
+            parts = (("mean", -torch.inf), ("scale", 1e-20), ("weight", 0.0))
+            channels = torch.stack([take(f"{stem}_{part}", rows, torch.float32, least) for part, least in parts])
+            groups = (heads, form.groups, 2)
+            fixed = take(f"{stem}_fixed", groups, torch.float16, LEAST_SCALE) if form.static else None
             sides.append(Side(channels, fixed, float(clip)))
         layers.append(tuple(sides))
+    if tensors:
+        raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {min(tensors)} is of no layer", _AGAIN)
     return KVCalibration(form, heads, tuple(layers), facts["rotation"] == "hadamard", facts["refits"], facts)

@@ -8,7 +8,7 @@ s and z start from the row's extremes, drawn together by `clip`, and are refitte
 weighted by how much an error in each channel matters. Every sum is taken in the order of `fold`, so that a kernel can give the same bits.
 
 A page holds 64 tokens of one KV head, keys and values, in the order in which a decode kernel's lanes read them (`page_order`): every byte
-belongs to one token, so that an append writes and never reads. Bytes are the same on every device.
+belongs to one token, so that an append writes and never reads.
 """
 
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ from tilepress.formats import UsageError
 PAGE_TOKENS = 64
 UNIT_TOKENS = 32  # what a kernel loads at once
 BITS = (4, 8, 16)
-_LEAST_SCALE = 2.0**-24  # of float16
-_MOST = 65504.0
+LEAST_SCALE = 2.0**-24  # of float16
+_FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
 class KVFormat:
     """How keys and values are stored. Raises UsageError for a head dimension or group size that does not fit.
 
-    `group_size` 0 means one group, the whole row. 16 bits are bfloat16, without groups.
+    `group_size` 0 means one group, the whole row, and so does the head dimension. 16 bits are bfloat16, without groups.
     """
 
     head_dim: int
@@ -43,10 +43,12 @@ class KVFormat:
             raise UsageError(f"--bits {self.bits} is unknown", f"choose one of {', '.join(map(str, BITS))}")
         if self.head_dim < 32 or self.head_dim % 32:
             raise UsageError(
-                f"the head dimension {self.head_dim} is no multiple of 32", "this model keeps its ordinary cache"
+                f"the head dimension {self.head_dim} is no multiple of 32", "leave this model's cache as it is"
             )
+        if self.group_size == self.head_dim:
+            object.__setattr__(self, "group_size", 0)
         size = self.group_size
-        if size and (size % 32 or self.head_dim % size):
+        if size < 0 or (size and (size % 32 or self.head_dim % size)):
             raise UsageError(
                 f"groups of {size} do not divide the head dimension {self.head_dim}",
                 f"use --group-size {' or '.join(str(n) for n in _group_sizes(self.head_dim))}",
@@ -59,7 +61,7 @@ class KVFormat:
         return self.head_dim // self.group_size if self.group_size else 1
 
     @property
-    def levels(self) -> int:
+    def max_code(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1
 
@@ -196,7 +198,7 @@ def quantize_rows(
         return _codes(grouped, scale, shift, form).to(torch.uint8).flatten(-2), None
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle, reach = (low + high) * 0.5, (high - low) * (0.5 * clip)
-    scale, shift = _half(reach * (2 / form.levels), middle - reach)
+    scale, shift = _half(reach * (2 / form.max_code), middle - reach)
     codes = _codes(grouped, scale, shift, form)
     if refits:
         w = y.new_ones(y.shape[-2:]) if weight is None else weight
@@ -216,12 +218,19 @@ def quantize_rows(
 
 def _half(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """What float16 makes of them, in float32."""
-    scale, shift = scale.clamp(_LEAST_SCALE, _MOST), shift.clamp(-_MOST, _MOST)
+    scale, shift = scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
     return scale.to(torch.float16).float(), shift.to(torch.float16).float()
 
 
 def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Tensor:
-    return ((grouped - shift) / scale).round().clamp(0, form.levels)
+    return ((grouped - shift) / scale).round().clamp(0, form.max_code)
+
+
+def clamped_share(x: Tensor, form: KVFormat, channels: Tensor, fixed: Tensor) -> float:
+    """How many of x [..., heads, D] a static format cannot reach: more than half a step beyond its first or last code."""
+    scale, shift = fixed.float().unsqueeze(-2).unbind(-1)
+    codes = (to_channels(x, channels, False).unflatten(-1, (form.groups, -1)) - shift) / scale
+    return float(((codes < -0.5) | (codes > form.max_code + 0.5)).float().mean())
 
 
 def fake_quantize(
@@ -242,16 +251,12 @@ def page_order(form: KVFormat) -> Tensor:
     A permutation of 0 .. page_bytes - 1. In a unit of 32 tokens: key codes, value codes, key scales, value scales.
     """
     unit, codes = UNIT_TOKENS, form.code_bytes
-    planes = [_key_plane(form), _value_plane(form)]
-    if form.scale_bytes:
-        planes += [
-            _scale_plane(form, key) + plane_start for key, plane_start in ((True, 0), (False, unit * form.scale_bytes))
-        ]
     in_unit = torch.empty(2, unit, form.row_bytes, dtype=torch.int64)
-    in_unit[0, :, :codes] = planes[0]
-    in_unit[1, :, :codes] = planes[1] + unit * codes
-    for which, plane in enumerate(planes[2:]):
-        in_unit[which, :, codes:] = plane + 2 * unit * codes
+    in_unit[0, :, :codes] = _key_plane(form)
+    in_unit[1, :, :codes] = _value_plane(form) + unit * codes
+    if form.scale_bytes:
+        in_unit[0, :, codes:] = _scale_plane(form, key=True) + 2 * unit * codes
+        in_unit[1, :, codes:] = _scale_plane(form, key=False) + 2 * unit * codes + unit * form.scale_bytes
     return torch.cat([in_unit + first * 2 * form.row_bytes for first in range(0, PAGE_TOKENS, unit)], 1)
 
 
@@ -299,23 +304,39 @@ def _scale_plane(form: KVFormat, key: bool) -> Tensor:
 
 
 def write_pages(pages: Tensor, slots: Tensor, key_rows: Tensor, value_rows: Tensor, form: KVFormat) -> None:
-    """Stores rows uint8 [tokens, heads, row_bytes] at `slots` (page * 64 + place in the page; -1 is skipped) of
-    pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages."""
+    """Stores rows uint8 [tokens, heads, row_bytes] at `slots` int64 [tokens] (page * 64 + place in the page; -1 is skipped; no slot twice)
+    of pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages, ValueError for pages of another
+    format or number of heads."""
+    _check_pages(pages, key_rows.shape[1], form)
+    if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < pages.shape[0] * PAGE_TOKENS):
+        raise IndexError(
+            f"slots {int(slots.min())} .. {int(slots.max())} are beyond {pages.shape[0]} pages of {PAGE_TOKENS}"
+        )
     keep = slots >= 0
     slots = slots[keep]
-    if slots.numel() and int(slots.max()) >= pages.shape[0] * PAGE_TOKENS:
-        raise IndexError(f"slot {int(slots.max())} is beyond {pages.shape[0]} pages")
     order, heads = page_order(form).to(pages.device), torch.arange(pages.shape[1], device=pages.device)[None, :, None]
     for which, rows in enumerate((key_rows[keep], value_rows[keep])):
         pages[(slots // PAGE_TOKENS)[:, None, None], heads, order[which, slots % PAGE_TOKENS][:, None]] = rows
 
 
 def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """The key and value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`."""
+    """The key and value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`.
+
+    Raises IndexError for a table that is too short or names no page, ValueError for pages of another format."""
+    _check_pages(pages, pages.shape[1], form)
     used = table[: -(-length // PAGE_TOKENS)].long()
+    if not 0 <= length <= table.numel() * PAGE_TOKENS:
+        raise IndexError(f"{length} tokens, the block table has {table.numel()} pages of {PAGE_TOKENS}")
     if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < pages.shape[0]):
         raise IndexError(f"the block table names a page that is none of 0..{pages.shape[0] - 1}")
     order = page_order(form).to(pages.device)
     gathered = pages[used][:, :, order.reshape(-1)].view(len(used), pages.shape[1], 2, PAGE_TOKENS, form.row_bytes)
     rows = gathered.permute(2, 0, 3, 1, 4).reshape(2, -1, pages.shape[1], form.row_bytes)
     return rows[0, :length], rows[1, :length]
+
+
+def _check_pages(pages: Tensor, heads: int, form: KVFormat) -> None:
+    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[1:] != (heads, form.page_bytes):
+        raise ValueError(
+            f"pages {list(pages.shape)} of {pages.dtype} do not hold {form.name} rows of {heads} heads: uint8 [n, {heads}, {form.page_bytes}]"
+        )

@@ -74,6 +74,10 @@ def kv_append_ref(
     """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
     pages uint8 [num_pages, heads, page_bytes]. `rotate` is of the keys."""
     form = KVFormat(key.shape[-1], bits, group_size, static)
+    if not key.shape[1] == value.shape[1] == pages.shape[1]:
+        raise ValueError(
+            f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
+        )
     key_rows = _rows(key, form, key_channels, key_fixed, key_clip, rotate, refits)
     value_rows = _rows(value, form, value_channels, value_fixed, value_clip, False, refits)
     write_pages(pages, slots, key_rows, value_rows, form)
@@ -128,6 +132,8 @@ def decode_attention_ref(
     """
     batch, heads, dim = query.shape
     kv_heads = pages.shape[1]
+    if not batch == len(seq_lens) == len(block_table):
+        raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
     form, out = KVFormat(dim, bits, group_size, static), torch.zeros_like(query, dtype=torch.float32)

@@ -1,12 +1,16 @@
-"""A paged attention cache of 16, 8 or 4 bits inside transformers' models.
+"""An attention cache of quantized pages for transformers models: `generate` fills it, attention reads it.
 
-Each layer has a pool of pages; a sequence owns the pages that its block table lists, the same in every layer, and takes another when its
-last is full. Tokens are stored without padding: a padded position has slot -1 and is stored nowhere, so that a sequence in a batch sees
-exactly what it sees alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions
-are real and gives them slots, and an attention function of our own reads the pages. Whatever the attention sees is what the cache holds, in
-prefill too, so that results do not depend on how a text is cut into pieces.
+`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that
+it has alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives
+them slots, and an attention function of our own reads the pages. Whatever the attention sees is what the cache holds, in prefill too: cutting
+a text into other pieces changes results by rounding alone (which may tip a value from one code to the next).
 """
 
+import contextlib
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +30,10 @@ ATTENTION = "tilepress_kv"
 
 
 class PagePool:
-    """The pages of all layers: uint8 [num_pages, KV heads, page_bytes] each. Fixed in number, or doubling when they run out."""
+    """The pages of all layers: uint8 [num_pages, KV heads, page_bytes] each. Fixed in number, or doubling when they run out.
+
+    Sequences that begin alike (beams) share full pages: a page is free once all its users have given it back.
+    """
 
     def __init__(self, calibration: KVCalibration, device: torch.device | str, num_pages: int | None = None):
         self.grows, form = num_pages is None, calibration.form
@@ -35,6 +42,7 @@ class PagePool:
             for _ in calibration.layers
         ]
         self.free = list(range(num_pages or 0))[::-1]
+        self.users = [0] * (num_pages or 0)
 
     @property
     def total(self) -> int:
@@ -47,18 +55,33 @@ class PagePool:
             if not self.grows:
                 raise TilepressError(
                     f"the cache needs {self.total + lacking} pages of {PAGE_TOKENS} tokens, it has {self.total}",
-                    "give it more pages, or fewer and shorter sequences",
+                    "make it with more num_pages, or give it fewer and shorter sequences",
                 )
             self._grow(max(lacking, self.total))
-        return [self.free.pop() for _ in range(count)]
+        taken = [self.free.pop() for _ in range(count)]
+        for page in taken:
+            self.users[page] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        """One more user for each."""
+        for page in pages:
+            self.users[page] += 1
 
     def give(self, pages: list[int]) -> None:
-        """Back, to be used again."""
-        assert not set(pages) & set(self.free)
-        self.free += pages
+        """Back from one user."""
+        for page in pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+
+    def copy(self, page: int, to: int) -> None:
+        for pages in self.pages:
+            pages[to] = pages[page]
 
     def _grow(self, count: int) -> None:
         self.free = [*range(self.total, self.total + count)][::-1] + self.free
+        self.users += [0] * count
         for i, old in enumerate(self.pages):
             self.pages[i] = torch.cat([old, old.new_empty(count, *old.shape[1:])])
 
@@ -76,7 +99,10 @@ class _Layer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if key_states.requires_grad and torch.is_grad_enabled() and self.cache.trains():
+            raise UsageError("the packed cache has no gradients", "train with use_cache=False")
         self.cache.append(self.number, key_states, value_states)
+        self.cache.appended = (key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -90,45 +116,77 @@ class _Layer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """The cache of a batch of sequences. `num_pages` fixes the pool (64 tokens a page); without it the pool grows.
+    """The cache of a batch of sequences. `num_pages` fixes the pool (64 tokens a page), or `pool` is shared; without both it grows.
 
-    `begin` announces the positions of a forward pass, then each layer appends and attends. A `pool` can be shared by caches that follow one
-    another.
+    `begin` announces the positions of a forward pass, then each layer appends and attends.
     """
 
-    def __init__(self, calibration: KVCalibration, device: torch.device | str, num_pages: int | None = None):
+    def __init__(
+        self,
+        calibration: KVCalibration,
+        device: torch.device | str,
+        num_pages: int | None = None,
+        pool: PagePool | None = None,
+    ):
         super().__init__(layers=[_Layer(self, i) for i in range(len(calibration.layers))])
-        self.calibration, self.pool = calibration, PagePool(calibration, device, num_pages)
+        self.calibration, self.pool = calibration, pool or PagePool(calibration, device, num_pages)
         self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
         self.device = torch.device(device)
-        self.tables: list[list[int]] = []  # of each sequence
-        self.lengths: list[int] = []
-        self.columns = 0  # positions announced to transformers, padding included
-        self._new, self._awaited = 0, set()  # positions of this pass, layers that have not appended theirs
+        self.appended: tuple[Tensor, Tensor] | None = None  # what the layer at hand gave, until it attends
+        self.training = False
+        self.free()
+
+    @property
+    def columns(self) -> int:
+        """Positions that the first layer has, padding included: what transformers calls the cache's length."""
+        return self.real.shape[1] - (self._new if 0 in self._awaited else 0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.real.sum(1).tolist()
+
+    def trains(self) -> bool:
+        return self.training
 
     def begin(self, real: Tensor) -> None:
         """Gives slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
-        the pool is too small or the batch is another."""
+        the pool is too small; UsageError if the batch is another or the pass before did not come to its end."""
+        if self._awaited:
+            raise UsageError("the pass before stopped in the middle: some layers lack its tokens", "use a new cache")
+        real = real.cpu()
         if self.tables and len(self.tables) != real.shape[0]:
             raise UsageError(
                 f"the cache holds {len(self.tables)} sequences, the batch has {real.shape[0]}", "use a new cache"
             )
         tables = self.tables or [[] for _ in range(real.shape[0])]
-        lengths = self.lengths or [0] * real.shape[0]
-        counts = real.sum(1).tolist()
-        after = [length + count for length, count in zip(lengths, counts, strict=True)]
-        wanted = [-(-n // PAGE_TOKENS) - len(table) for n, table in zip(after, tables, strict=True)]
-        taken = self.pool.take(sum(wanted))
+        lengths = self.real.sum(1) if self.tables else torch.zeros(real.shape[0], dtype=torch.long)
+        after = lengths + real.sum(1)
+        wanted = [-(-n // PAGE_TOKENS) - len(table) for n, table in zip(after.tolist(), tables, strict=True)]
+        shared, users = [], {}  # sequences whose last page is written to now and read by others
+        for i, (table, n, new) in enumerate(zip(tables, lengths.tolist(), real.sum(1).tolist(), strict=True)):
+            if new and n % PAGE_TOKENS:
+                users[table[-1]] = users.get(table[-1], self.pool.users[table[-1]]) - 1
+                if users[table[-1]]:
+                    shared.append(i)
+        taken = self.pool.take(sum(wanted) + len(shared))
+        for i in shared:
+            own, others = taken.pop(), tables[i][-1]
+            self.pool.copy(others, own)
+            self.pool.give([others])
+            tables[i][-1] = own
         for table, count in zip(tables, wanted, strict=True):
             table += [taken.pop() for _ in range(count)]
-        before = torch.tensor(lengths)[:, None]
-        self.positions = (before + real.long().cpu().cumsum(1) - 1).to(self.device)  # of each query in its own sequence
-        self.tables, self.lengths, self._new = tables, after, real.shape[1]
-        self._awaited = set(range(len(self.sides)))
+        self.tables = tables
+        self.real = torch.cat([self.real if self.real.numel() else real.new_empty(real.shape[0], 0), real], 1)
+        self.positions = (lengths[:, None] + real.long().cumsum(1) - 1).to(
+            self.device
+        )  # of each query in its own sequence
+        self._awaited, self._new = set(range(len(self.sides))), real.shape[1]
         most = max(1, *map(len, tables))
         table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32, device=self.device)
-        self.block_table, self.seq_lens = table, torch.tensor(after, dtype=torch.int32, device=self.device)
-        pages = table.long().gather(1, (self.positions.clamp(min=0) // PAGE_TOKENS).long())
+        self.block_table, self.seq_lens = table, after.to(self.device, torch.int32)
+        pages = table.long().gather(1, self.positions.clamp(min=0) // PAGE_TOKENS)
         slots = pages * PAGE_TOKENS + self.positions % PAGE_TOKENS
         self.slots = torch.where(real.to(self.device), slots, -1).reshape(-1)
 
@@ -138,13 +196,8 @@ class PagedCache(Cache):
             raise UsageError(
                 "the paged cache was not told of these positions", "call the causal language model, not its base model"
             )
+        check_finite(layer, key, value)
         self._awaited.remove(layer)
-        if layer == 0:
-            self.columns += self._new
-        if key.device.type == "cpu" and not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
-            raise TilepressError(
-                f"layer {layer} gives keys or values that are not finite", "the model overflows in its dtype"
-            )
         rows = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (key, value))
         keys, values = self.sides[layer]
         form, calibration = self.calibration.form, self.calibration
@@ -171,22 +224,25 @@ class PagedCache(Cache):
 
     def free(self) -> None:
         """Gives all pages back."""
-        for table in self.tables:
+        for table in getattr(self, "tables", []):
             self.pool.give(table)
-        self.tables, self.lengths, self.columns = [], [], 0
+        self.tables: list[list[int]] = []  # of each sequence
+        self.real = torch.empty(0, 0, dtype=torch.bool)  # [batch, columns]
+        self._awaited: set[int] = set()  # layers that have not appended this pass's positions
+        self._new = 0  # positions of this pass
+        self.positions = self.slots = self.block_table = self.seq_lens = None  # of this pass: see `begin`
 
     reset = free
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes a copy of sequence beam_idx[i]."""
+        """Sequence i becomes sequence beam_idx[i], with which it shares pages until one of them writes."""
         chosen = beam_idx.tolist()
-        copies = [self.pool.take(len(self.tables[i])) for i in chosen]
-        for pages in self.pool.pages:
-            for i, copy in zip(chosen, copies, strict=True):
-                pages[copy] = pages[self.tables[i]]
+        tables = [list(self.tables[i]) for i in chosen]
+        for table in tables:
+            self.pool.share(table)
         for table in self.tables:
             self.pool.give(table)
-        self.tables, self.lengths = copies, [self.lengths[i] for i in chosen]
+        self.tables, self.real = tables, self.real[chosen]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(len(self.tables)).repeat_interleave(repeats))
@@ -195,12 +251,13 @@ class PagedCache(Cache):
         self.reorder_cache(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens of every sequence away; transformers counts them below zero."""
-        count = abs(tokens_to_remove)
-        self.columns -= count
-        for i, table in enumerate(self.tables):
-            self.lengths[i] = max(0, self.lengths[i] - count)
-            keep = -(-self.lengths[i] // PAGE_TOKENS)
+        """Takes the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
+        count = -tokens_to_remove if tokens_to_remove < 0 else self.columns - tokens_to_remove
+        if tokens_to_remove == 0 or count <= 0:
+            return
+        self.real = self.real[:, : max(0, self.columns - count)]
+        for length, table in zip(self.lengths, self.tables, strict=True):
+            keep = -(-length // PAGE_TOKENS)
             self.pool.give(table[keep:])
             del table[keep:]
 
@@ -211,29 +268,53 @@ class PagedCache(Cache):
         )
 
 
+def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
+    """Raises TilepressError naming the layer."""
+    if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
+        raise TilepressError(
+            f"layer {layer} gives keys or values that are not finite", "the model overflows in its dtype"
+        )
+
+
 @dataclass
 class KVState:
     """What a model's attention modules know of the cache: one object that all share."""
 
     calibration: KVCalibration
-    mode: str = (
-        "cache"  # cache: generate with it | sim: every forward pass without a cache quantizes and dequantizes | off
-    )
-    active: PagedCache | None = None
+    mode: str = "cache"  # cache: of passes that keep one | sim: passes without a cache quantize and dequantize | off
+    active: dict[int, PagedCache] = field(default_factory=dict)  # of each thread, while its pass runs
     sides: dict = field(default_factory=dict)  # moved to the devices where they are needed
+
+
+@contextlib.contextmanager
+def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
+    """The model's cache in another mode; of no effect on models without one."""
+    state: KVState | None = getattr(model, "kv_state", None)
+    before = state and state.mode
+    try:
+        if state is not None:
+            state.mode = mode
+        yield
+    finally:
+        if state is not None:
+            state.mode = before
 
 
 def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
     """Makes a transformers model use the paged cache wherever it would make itself a dynamic one.
 
-    Raises TilepressError if the calibration has other layers or heads than the model."""
+    An empty DynamicCache that is given to a pass becomes a PagedCache; a filled one and other kinds of cache serve as they are.
+    Raises TilepressError if the calibration has other layers, heads or head dimensions than the model."""
     config = model.config.get_text_config()
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    found = (config.num_hidden_layers, kv_heads)
-    declared = (len(calibration.layers), calibration.kv_heads)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    found = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+    declared = (len(calibration.layers), calibration.kv_heads, calibration.form.head_dim)
     if found != declared:
         raise TilepressError(
-            f"the cache was calibrated for {declared[0]} layers with {declared[1]} KV heads, the model has {found[0]} with {found[1]}",
+            "the cache was calibrated for {} layers with {} KV heads of {}, the model has {} with {} of {}".format(
+                *declared, *found
+            ),
             "calibrate again: `tilepress compress kv`",
         )
     AttentionInterface.register(ATTENTION, _attention)
@@ -250,40 +331,58 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
 def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Puts our cache in the place of a new dynamic one, and announces the positions of this pass."""
     state: KVState = model.kv_state
-    state.active, cache = None, kwargs.get("past_key_values")
-    uses = kwargs.get("use_cache")
-    uses = getattr(model.config.get_text_config(), "use_cache", True) if uses is None else uses
-    if isinstance(cache, PagedCache):
-        uses = True
-    elif (
-        state.mode != "cache"
-        or not uses
-        or not (cache is None or (isinstance(cache, DynamicCache) and not cache.get_seq_length()))
-    ):
-        return None
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
+    state.active.pop(threading.get_ident(), None)
+    if args:
+        kwargs = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
+        kwargs |= kwargs.pop("kwargs", {})
+    cache, uses = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if not isinstance(cache, PagedCache):
-        cache = PagedCache(state.calibration, ids.device)
+        uses = getattr(model.config.get_text_config(), "use_cache", True) if uses is None else uses
+        if state.mode != "cache" or not uses:
+            return None
+        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+            warnings.warn(f"a {type(cache).__name__} of full precision is used, not the calibrated cache", stacklevel=2)
+            return None
+    if model.config._attn_implementation != ATTENTION:
+        raise UsageError(
+            f"the packed cache needs its own attention, the model was set to {model.config._attn_implementation!r}",
+            "load the model with kv=False",
+        )
     mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         raise UsageError("the paged cache takes an attention mask of [batch, tokens]", "give a mask of ones and zeros")
+    ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    if cache is None:
+        cache = PagedCache(state.calibration, ids.device)
+    elif not isinstance(cache, PagedCache):  # the caller holds it and will come back with it
+        cache.__class__, cache.__dict__ = PagedCache, vars(PagedCache(state.calibration, ids.device))
+        for layer in cache.layers:
+            layer.cache = cache
+    cache.training = model.training
     real = torch.ones(ids.shape[:2], dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
     cache.begin(real)
-    state.active = cache
-    return args, kwargs | {"past_key_values": cache, "use_cache": True}
+    state.active[threading.get_ident()] = cache
+    return (), kwargs | {"past_key_values": cache, "use_cache": True}
 
 
 def _after_forward(model, args: tuple, output) -> None:
-    model.kv_state.active = None
+    model.kv_state.active.pop(threading.get_ident(), None)
 
 
 def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):
     """query [batch, heads, positions, D] -> ([batch, positions, heads, D], None)."""
     state: KVState | None = getattr(module, "kv_state", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is not None and state.active is not None:
-        return state.active.attend(module.layer_idx, query, scaling), None
+    if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
+        raise UsageError(f"{type(module).__name__} has a mask of its own", "load the model with kv=False")
+    cache = state and state.active.get(threading.get_ident())
+    if cache is not None:
+        appended, cache.appended = cache.appended, None
+        if appended is None or key is not appended[0] or value is not appended[1]:
+            raise UsageError(
+                f"{type(module).__name__} attends to other keys or values than it keeps", "load the model with kv=False"
+            )
+        return cache.attend(module.layer_idx, query, scaling), None
     if state is not None and state.mode == "sim":
         key, value = simulated(state, module.layer_idx, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -292,6 +391,7 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
 def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """key, value [batch, KV heads, tokens, D] as they would come back from the cache."""
     calibration, where = state.calibration, (layer, key.device)
+    check_finite(layer, key, value)
     if where not in state.sides:
         state.sides[where] = tuple(side.to(key.device) for side in calibration.layers[layer])
     found = []
@@ -302,6 +402,9 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     return found[0], found[1]
 
 
-def path(device: torch.device, calibration: KVCalibration) -> str:
-    """What serves decoding on a device."""
-    return kernels.path(device, calibration.form)
+def path(device: torch.device, calibration: KVCalibration, mode: str) -> str:
+    """What serves the attention in a mode of the cache."""
+    if mode == "cache":
+        return kernels.path(device, calibration.form)
+    quantized = f"of keys and values through {calibration.form.name} and back " if mode == "sim" else ""
+    return f"torch attention {quantized}on {device.type}"

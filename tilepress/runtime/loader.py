@@ -34,6 +34,8 @@ def load(
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
     calibration = kv_calibration.load(checkpoint) if kv else None
+    if calibration is not None and "attn_implementation" in kwargs:
+        raise UsageError("the calibrated cache brings its own attention", "give kv=False with attn_implementation")
     kind = checkpoint.config.get("model_type")
     if not trust_remote_code and not _known(kind):
         if "auto_map" in checkpoint.config:
@@ -70,6 +72,7 @@ def load(
     fuse(model)
     if calibration is not None:
         kv_cache.install(model, calibration)
+        delattr(model.config, kv_calibration.CONFIG_KEY)  # save_pretrained does not write the calibration
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
     return model
@@ -87,8 +90,8 @@ def _known(model_type: str | None) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def paths(model: torch.nn.Module) -> dict[str, int]:
-    """Which implementation serves how many linear layers of a model, e.g. {"torch linear on cpu": 1, …}."""
+def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
+    """Which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, TiledCSLLinear | Int8Linear):
@@ -98,5 +101,5 @@ def paths(model: torch.nn.Module) -> dict[str, int]:
             found[key] = found.get(key, 0) + 1
     if (state := getattr(model, "kv_state", None)) is not None:
         device = next(model.parameters()).device
-        found[kv_cache.path(device, state.calibration)] = len(state.calibration.layers)
+        found[kv_cache.path(device, state.calibration, kv or state.mode)] = len(state.calibration.layers)
     return found

@@ -1,0 +1,5 @@
+"""`python -m tilepress`."""
+
+from tilepress.cli import main
+
+main()
