@@ -20,6 +20,7 @@ ALLOWED = {
     "screen": set(),
     "flags": {"formats", "compress.calibration"},
     "__init__": {"runtime"},
+    "__main__": {"cli"},
     "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "flags", "__init__"},
 }
 
