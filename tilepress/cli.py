@@ -32,6 +32,8 @@ from tilepress.flags import (
     find_rank,
     parse_device,
     parse_dtype,
+    parse_list,
+    parse_shape,
     parse_share,
     takes,
 )
@@ -324,6 +326,41 @@ def perplexity(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+@evaluate.command(epilog="Example: tilepress eval kernels spmm -o benchmarks/h200/spmm.json")
+def kernels(
+    what: Annotated[str, typer.Argument(metavar="spmm", help="Which kernel.")] = "spmm",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(metavar="MxK,…", help="Of the weight.  [default: five]", show_default=False)
+    ] = None,
+    columns: Annotated[str, typer.Option(metavar="LIST", help="Rows of x.")] = "1,8,16,32,64",
+    sparsity: Annotated[str, typer.Option(metavar="LIST", help="Of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
+    dtype: Annotated[str, typer.Option(metavar="float16|bfloat16", help="Of values and x.")] = "float16",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time the CUDA kernels on this card, each checked against float64 first, against cuBLAS and the memory's read bandwidth."""
+    from tilepress.eval import kernels as bench
+
+    if what != "spmm":
+        raise UsageError(f"no benchmark {what!r}", "choose spmm")
+    chosen = [parse_shape(text) for text in shapes.split(",")] if shapes else bench.SHAPES
+    counts = parse_list(columns, "columns")
+    found = bench.spmm(
+        chosen,
+        counts,
+        [parse_share(s) for s in sparsity.split(",")],
+        parse_dtype(dtype),
+        lambda at: None if quiet else say(at),
+    )
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=2) if json_ else screen.kernels_text(found))
+
+
 @app.command()
 def inspect(model: Model, memory: Memory = 1.0, revision: Revision = None, json_: Json = False) -> None:
     """Show what MODEL holds, weight by weight, from its headers and manifest."""
@@ -405,7 +442,9 @@ def env(json_: Json = False) -> None:
     found["cuda"] = torch.version.cuda
     found["cards"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["cores"], found["threads"] = os.cpu_count(), torch.get_num_threads()
-    found["sparse linears run on"] = "reference (decode, then dense product)"
+    from tilepress.kernels import tiled_csl_spmm
+
+    found["sparse linears run on"] = tiled_csl_spmm.path(torch.device("cuda" if found["cards"] else "cpu"))
     found["INT8 linears run on"] = "reference (W8A8: torch._int_mm; W8A16: dequantized)"
     print(
         json.dumps(found, indent=2)

@@ -181,6 +181,28 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_list(text: str, what: str) -> list[int]:
+    """1,8,16."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise UsageError(f"{text!r} is no list of {what}", "write whole numbers with commas: 1,8,16")
+    return values
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """8192x4096."""
+    try:
+        rows, cols = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        rows = cols = 0
+    if min(rows, cols) < 1:
+        raise UsageError(f"{text!r} is no shape", "write ROWSxCOLS: 8192x4096")
+    return rows, cols
+
+
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Which worker this is: flags first, then what schedulers set."""
 

@@ -274,5 +274,27 @@ def inspection_text(found: dict, memory_gib: float) -> str:
     return table(title, head, rows) + f"\n\n  {total}" + cache
 
 
+def kernels_text(found: dict) -> str:
+    """A row a case."""
+    rows = [
+        [
+            f"{row['M']} x {row['K']}",
+            str(row["N"]),
+            f"{row['sparsity']:.0%}",
+            row["layout"],
+            row["value_dtype"],
+            f"{row['us']:.1f}",
+            f"{row['us_dense']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['share_of_read']:.0%}",
+            f"{row['rel_err']:.0e}",
+        ]
+        for row in found["rows"]
+    ]
+    title = f"{found['env']['card']}, torch {found['env']['torch']}: reads {found['read_gbps'] / 1000:.2f} TB/s"
+    head = ["M x K", "N", "zeros", "layout", "values", "us", "cuBLAS us", "times as fast", "of read bandwidth", "error"]
+    return table(title, head, rows)
+
+
 def with_error(value: float, stderr: float | None) -> str:
     return f"{value:.4f}" if stderr is None else f"{value:.4f} ± {stderr:.4f}"

@@ -91,7 +91,7 @@ class TiledCSLLayout:
         ]
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
-        tiles = tiled_csl.num_tiles(target.rows, target.cols, tiled_csl.default_tile_rows(density))
+        tiles = tiled_csl.num_tiles(target.rows, target.cols, tiled_csl.TILE_ROWS)
         return int(4 * (target.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
 
     def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledCSL":
@@ -111,17 +111,16 @@ class _TiledCSL:
             self.record["bytes"] += add(name, tuple(values.shape), [values])
             return
         target, made = self.target, self.load()
-        tile_rows = tiled_csl.default_tile_rows(tiled_csl.density(made.weight))
         sizes, stats = [], tiled_csl.PackStats()
 
         def stripes() -> Iterator[Tensor]:
-            for words, counts, found in tiled_csl.pack_stripes(made.weight, tile_rows, target.name):
+            for words, counts, found in tiled_csl.pack_stripes(made.weight, tiled_csl.TILE_ROWS, target.name):
                 sizes.append(counts.cpu())
                 stats.add(found)
                 yield words
 
         nbytes = add(name, (-1,), stripes())
-        shape = (target.rows, target.cols, tile_rows, made.weight.dtype, target.transposed)
+        shape = (target.rows, target.cols, tiled_csl.TILE_ROWS, made.weight.dtype, target.transposed)
         parts = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
         self.beside = {name + suffix: part for suffix, part in zip(tiled_csl.SUFFIXES[1:], parts, strict=True)}
         self.record = tiled_csl.record(*shape, stats) | {"bytes": nbytes} | made.record

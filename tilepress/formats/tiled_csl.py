@@ -27,10 +27,9 @@ from tilepress.formats.bank_order import BANKS, Placement, plan
 SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
 BLOCK_ROWS = 128  # rows of a row block: the unit of tile order, and of work for a kernel
 TILE_COLS = 64
+TILE_ROWS = 128  # what is written: the taller a tile, the more evenly its banks are filled
 DUMP = 2 * BANKS  # elements behind a window that padding hits
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
-# Below this density a 64-row tile has so few items that its banks are unevenly filled: taller tiles balance them.
-TALL_TILE_DENSITY = 0.16
 _CHUNK_ELEMENTS = 1 << 20  # elements ordered at once: small enough for the cache, large enough to hide Python
 
 
@@ -118,28 +117,16 @@ def num_tiles(rows: int, cols: int, tile_rows: int) -> int:
     return -(-rows // BLOCK_ROWS) * (BLOCK_ROWS // tile_rows) * -(-cols // TILE_COLS)
 
 
-def default_tile_rows(density: float) -> int:
-    return 128 if density < TALL_TILE_DENSITY else 64
-
-
-def pack(weight: Tensor, tile_rows: int | None = None, name: str = "weight") -> TiledCSL:
-    """Packs a bfloat16 or float16 weight [rows, cols] on its device; `tile_rows` follows the density unless given.
+def pack(weight: Tensor, tile_rows: int = TILE_ROWS, name: str = "weight") -> TiledCSL:
+    """Packs a bfloat16 or float16 weight [rows, cols] on its device.
 
     Raises TilepressError naming `name` for another dtype or a non-finite value.
     """
-    if tile_rows is None:
-        tile_rows = default_tile_rows(density(weight))
     stripes = list(pack_stripes(weight, tile_rows, name))
     sizes = torch.cat([sizes for _, sizes, _ in stripes])
     return TiledCSL(
         torch.cat([words for words, _, _ in stripes]), offsets_from_sizes(sizes), *weight.shape, tile_rows, weight.dtype
     )
-
-
-def density(weight: Tensor) -> float:
-    """Share of elements that would be stored."""
-    stored = sum(int(torch.count_nonzero(stripe.view(torch.int16))) for stripe in weight.split(4096))
-    return stored / max(weight.numel(), 1)
 
 
 def offsets_from_sizes(sizes: Tensor) -> Tensor:

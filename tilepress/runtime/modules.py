@@ -22,6 +22,7 @@ class TiledCSLLinear(nn.Module):
         self.register_buffer("weight", packed.words)
         self.register_buffer("weight_offsets", packed.offsets)
         self.register_buffer("weight_layout", packed.layout().to(packed.words.device))
+        self.cuts: Tensor | None = None  # no buffer: it belongs to a device, not to the weight
         device = packed.words.device
         self.bias = (
             nn.Parameter(torch.empty(packed.rows, dtype=bias_dtype, device=device), requires_grad=False)
@@ -44,8 +45,27 @@ class TiledCSLLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         return torch.ops.tilepress.tiled_csl_spmm(
-            x, self.weight, self.weight_offsets, self.bias, self.out_features, self.tile_rows, self.value_dtype
+            x,
+            self.weight,
+            self.weight_offsets,
+            self._cuts(),
+            self.bias,
+            self.out_features,
+            self.tile_rows,
+            self.value_dtype,
         )
+
+    def _cuts(self) -> Tensor | None:
+        """What the kernel's blocks take, made once for the card that the weight is on."""
+        device = self.weight.device
+        if device.type != "cuda":
+            return None
+        if self.cuts is None or self.cuts.device != device:
+            parts = tiled_csl_spmm.blocks(device)
+            self.cuts = tiled_csl_spmm.make_cuts(
+                self.weight_offsets, self.out_features, self.in_features, self.tile_rows, parts
+            )
+        return self.cuts
 
     @property
     def path(self) -> str:

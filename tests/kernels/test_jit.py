@@ -1,0 +1,122 @@
+"""Compiling, keeping and launching kernels."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tilepress.formats import TilepressError
+from tilepress.kernels import jit
+
+core = pytest.importorskip("cuda.core")
+ADD = 'extern "C" __global__ void add(float* x, int n, int by) { const int i = blockIdx.x * 64 + threadIdx.x; if (i < n) x[i] += by; }'
+BIG = (
+    'extern "C" __global__ void add(float* x, int n, int by) { extern __shared__ float s[]; s[threadIdx.x + 20000] = by; __syncthreads();'
+    " const int i = blockIdx.x * 64 + threadIdx.x; if (i < n) x[i] += s[threadIdx.x + 20000]; }"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEPRESS_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def test_a_cubin_is_compiled_once_and_told(cache, capfd):
+    first = jit.cached_cubin("add", ADD, "sm_80")
+    assert capfd.readouterr().err == "tilepress: compiling kernel add for sm_80, once\n"
+    assert jit.cached_cubin("add", ADD, "sm_80") == first and capfd.readouterr().err == ""
+    assert jit.cached_cubin("add", ADD, "sm_90a") != first
+    assert jit.cached_cubin("add", ADD.replace("+=", "-="), "sm_80") != first
+    assert any(path.is_file() for path in cache.rglob("*"))
+
+
+def test_errors_carry_the_compilers_log():
+    with pytest.raises(TilepressError, match='identifier "nothing" is undefined'):
+        jit.compile_cubin("bad", 'extern "C" __global__ void bad() { nothing(); }', "sm_80")
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEPRESS_CACHE", str(tmp_path / "file" / "kernels"))
+    assert jit.cached_cubin("add", ADD, "sm_80")
+
+
+def test_processes_that_compile_at_once(cache):
+    code = f"from tilepress.kernels import jit; print(hash(jit.cached_cubin('add', {ADD!r}, 'sm_80')))"
+    env = os.environ | {"PYTHONHASHSEED": "0"}
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) for _ in range(3)]
+    assert len({process.communicate(timeout=120)[0] for process in running}) == 1
+
+
+def test_nothing_is_compiled_or_imported_with_the_package():
+    code = "import sys, tilepress.runtime.loader; assert not [m for m in sys.modules if m.startswith('cuda.')]"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text,shared", [(ADD, 0), (BIG, 100_000)], ids=["small", "beyond 48 KB"])
+def test_launches(text, shared):
+    kernel, x = jit.Kernel("add", text, 64, shared), torch.zeros(1000, device="cuda")
+    for by in range(5):
+        kernel(x.device, 16, x.data_ptr(), 1000, by)
+    assert torch.equal(x, torch.full_like(x, 10.0))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        kernel(x.device, 16, x.data_ptr(), 1000, 1)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x.device, 16, x.data_ptr(), 500, 3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(x[:500], torch.full_like(x[:500], 14.0)) and float(x[999]) == 11.0
+
+
+@pytest.mark.gpu
+def test_threads_launch_at_once():
+    kernel, sums = jit.Kernel("add", ADD, 64), [torch.zeros(64, device="cuda") for _ in range(8)]
+
+    def work(x, by):
+        for _ in range(500):
+            kernel(x.device, 1, x.data_ptr(), 64, by)
+
+    threads = [threading.Thread(target=work, args=(x, i)) for i, x in enumerate(sums)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, torch.full_like(x, 500.0 * i)) for i, x in enumerate(sums))
+
+
+@pytest.mark.gpu
+def test_a_launch_costs_the_host_less_than_6_us():
+    kernel, x = jit.Kernel("add", ADD, 64), torch.zeros(64, device="cuda")
+    args = (x.data_ptr(), 64, 1, *())
+    kernel(x.device, 1, *args)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(200):
+            kernel(x.device, 1, *args)
+        times.append((time.perf_counter() - started) / 200)
+    assert min(times) < 6e-6, min(times)
+
+
+@pytest.mark.gpu
+def test_tensor_maps_are_kept():
+    x = torch.zeros(16, 64, dtype=torch.float16, device="cuda")
+    assert jit.tensor_map(x, 8, 64) is jit.tensor_map(x, 8, 64) is not jit.tensor_map(x, 16, 64)
+
+
+@pytest.mark.gpu
+def test_a_launch_that_the_driver_refuses_is_told():
+    with pytest.raises(TilepressError, match="was not launched: CUDA error"):
+        jit.Kernel("add", ADD, 2048)(torch.device("cuda", 0), 1, 0, 0, 0)

@@ -1,0 +1,156 @@
+"""Benchmarks of the CUDA kernels, as `tilepress eval kernels` runs them: CUDA graphs of many launches, whose inputs rotate through more than
+twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run."""
+
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tilepress.formats import TilepressError, UsageError, dtype_name, tiled_csl
+from tilepress.kernels import read_bandwidth, tiled_csl_spmm
+
+SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096), (28672, 8192), (36864, 9216))
+COLUMNS = (1, 8, 16, 32, 64)
+SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
+_ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
+_REPLAYS = 15
+_GRAPH_US = 2000  # of work in a graph, at least
+
+
+def time_us(launch: Callable[[int], object], copies: int, guess_us: float) -> tuple[float, float]:
+    """Median microseconds of a launch, and the spread of the middle half of the replays relative to it. `launch(i)` works on copy i."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(copies):
+            launch(i)
+    torch.cuda.current_stream().wait_stream(side)
+    count = copies * max(1, math.ceil(max(_GRAPH_US / guess_us, 20) / copies))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            launch(i % copies)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(_REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / count)
+    median = statistics.median(times)
+    quarters = statistics.quantiles(times, n=4)
+    return median, (quarters[2] - quarters[0]) / median
+
+
+def copies_of(nbytes: int) -> int:
+    """How many copies of an input are more than twice the L2 cache."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, math.ceil(2 * cache / nbytes) + 1)
+
+
+def read_gbps() -> float:
+    """Bytes a nanosecond that a kernel gets that only reads."""
+    memory = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    us, _ = time_us(lambda _: read_bandwidth.read(memory), 1, 250.0)
+    return memory.nbytes / us / 1000
+
+
+def environment() -> dict:
+    """Card, driver, versions and commit: what a result needs to be believed. Outside of a checkout the commit is what TILEPRESS_COMMIT says."""
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.splitlines()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "driver": driver[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "commit": commit or os.environ.get("TILEPRESS_COMMIT"),
+    }
+
+
+def sparse_weight(rows: int, cols: int, sparsity: float, dtype: torch.dtype) -> Tensor:
+    """Random, on the card; each element zero with probability `sparsity`."""
+    generator = torch.Generator(device="cuda").manual_seed(rows + cols + round(100 * sparsity))
+    weight = torch.randn(rows, cols, generator=generator, device="cuda").to(dtype)
+    return weight.masked_fill_(torch.rand(rows, cols, generator=generator, device="cuda") < sparsity, 0.0)
+
+
+def dense_us(x: Tensor, weight: Tensor) -> float:
+    """The better of torch.matmul and F.linear."""
+    copies = copies_of(weight.nbytes)
+    weights = [weight, *(weight.clone() for _ in range(copies - 1))]
+    guess = weight.nbytes / 4.0e6 + 4
+    calls = (lambda i: torch.matmul(x, weights[i].t()), lambda i: linear(x, weights[i]))
+    return min(time_us(call, copies, guess)[0] for call in calls)
+
+
+def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[str], None]) -> dict:
+    """Rows for each shape [M, K] of W, columns N of y and sparsity. Raises UsageError without a card that the kernel runs on, TilepressError
+    for a result that is wrong."""
+    if not torch.cuda.is_available():
+        raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
+    path = tiled_csl_spmm.path(torch.device("cuda", 0))
+    if "kernel on cuda" not in path:
+        raise UsageError(f"this card is served by {path}", "only the kernel is timed")
+    bandwidth, rows = read_gbps(), []
+    for m, k in shapes:
+        weight = sparse_weight(m, k, 0.0, dtype)
+        xs = {n: torch.randn(n, k, dtype=dtype, device="cuda") for n in columns}
+        dense = {n: dense_us(x, weight) for n, x in xs.items()}
+        for sparsity in sparsities:
+            weight = sparse_weight(m, k, sparsity, dtype)
+            packed = tiled_csl.pack(weight)
+            for n, x in xs.items():
+                progress(f"{m} x {k}, N = {n}, {sparsity:.0%}")
+                row = _spmm_row(x, weight, packed, dense[n])
+                rows.append({"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity} | row | {"path": path})
+                rows[-1]["share_of_read"] = rows[-1]["gbps"] / bandwidth
+    return {"env": environment(), "read_gbps": bandwidth, "rows": rows}
+
+
+def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: float) -> dict:
+    copies = copies_of(packed.words.nbytes)
+    inputs = [(packed.words.clone(), packed.offsets.clone()) for _ in range(copies)]
+    shape = (packed.rows, packed.tile_rows, packed.dtype)
+    cuts = tiled_csl_spmm.make_cuts(
+        packed.offsets, packed.rows, packed.cols, packed.tile_rows, tiled_csl_spmm.blocks(x.device)
+    )
+
+    def launch(i: int) -> Tensor:
+        return torch.ops.tilepress.tiled_csl_spmm(x, *inputs[i], cuts, None, *shape)
+
+    poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
+    del poison  # the memory that the result will most likely get
+    y = launch(0)
+    expected = x.double() @ weight.double().t()
+    error = float((y.double() - expected).norm() / expected.norm())
+    if not error < _ERROR[x.dtype]:
+        raise TilepressError(
+            f"{packed.rows} x {packed.cols}, N = {x.shape[0]}: the relative error is {error}", "the kernel is wrong"
+        )
+    nbytes = packed.words.nbytes + packed.offsets.nbytes + x.nbytes + y.nbytes
+    us, spread = time_us(launch, copies, us_dense)
+    return {
+        "layout": "tiled-csl",
+        "value_dtype": {"float16": "fp16", "bfloat16": "bf16"}[dtype_name(x.dtype)],
+        "us": us,
+        "us_spread": spread,
+        "us_dense": us_dense,
+        "speedup": us_dense / us,
+        "bytes": nbytes,
+        "gbps": nbytes / us / 1000,
+        "rel_err": error,
+    }

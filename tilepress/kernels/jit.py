@@ -1,0 +1,259 @@
+"""CUDA kernels from source: compiled by NVRTC for the card at hand on first use, kept on disk, launched on torch's current stream.
+
+A source is CUDA C++ without headers: ptx.cuh is put before it, and a line `#define NAME VALUE` for each macro. Cubins are kept in
+TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, options, compiler and architecture; files are written atomically, so
+processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
+
+Launches go to the driver directly. Arguments are written into a block of memory that each thread keeps for each kernel, so a launch makes no
+objects; kernels can be captured in CUDA graphs, and use programmatic dependent launch: they must wait (wait_for_grid) before they read
+what earlier kernels of the stream wrote, and before they write.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError
+
+FOLDER = Path(__file__).parent
+_WITHOUT = "pip install cuda-core (with CUDA 13's NVRTC and bindings)"
+
+
+def source(file: str, before: str = "", **macros: int) -> str:
+    """A kernel's source as the compiler gets it: macros, ptx.cuh, `before`, then the file."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return defines + (FOLDER / "ptx.cuh").read_text() + before + (FOLDER / file).read_text()
+
+
+def architecture(device: torch.device) -> str:
+    """What to compile for: sm_90a on Hopper, whose own instructions need the a."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this machine lacks to compile kernels, or None."""
+    try:
+        import cuda.bindings.driver
+        import cuda.core  # noqa: F401
+    except ImportError as error:
+        return f"{error.name or 'cuda-core'} is not installed"
+    return None
+
+
+def compile_cubin(name: str, source: str, arch: str) -> tuple[bytes, str]:
+    """A cubin and the compiler's log, with registers and spills. Raises TilepressError with the log."""
+    from cuda.core import Program
+
+    log: list[str] = []
+    try:
+        program = Program(source, "c++", _options(arch))
+        return bytes(program.compile("cubin", logs=_Writer(log)).code), "".join(log)
+    except Exception as error:
+        raise TilepressError(
+            f"kernel {name} does not compile for {arch}: {error}\n{''.join(log)}".rstrip(), _WITHOUT
+        ) from error
+
+
+class _Writer:
+    def __init__(self, parts: list[str]):
+        self.write = parts.append
+
+
+def _options(arch: str):
+    from cuda.core import ProgramOptions
+
+    return ProgramOptions(arch=arch, std="c++17", ptxas_options="-v", no_cache=True)  # its own cache loses the log
+
+
+def cached_cubin(name: str, source: str, arch: str) -> bytes:
+    """The same from disk, compiled and kept if it is not there; a folder that cannot be written only costs the next process its time."""
+    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+
+    folder = Path(os.environ.get("TILEPRESS_CACHE") or Path.home() / ".cache" / "tilepress" / "kernels")
+    try:
+        cache = FileStreamProgramCache(str(folder))
+        key = make_program_cache_key(code=source, code_type="c++", options=_options(arch), target_type="cubin")
+        if (found := cache.get(key)) is not None:
+            return bytes(found)
+    except OSError:
+        cache = None
+    sys.stderr.write(f"tilepress: compiling kernel {name} for {arch}, once\n")
+    code, _ = compile_cubin(name, source, arch)
+    if cache is not None:
+        from cuda.core import ObjectCode
+
+        try:
+            cache[key] = ObjectCode.from_cubin(code, name=name)
+        except OSError as error:
+            sys.stderr.write(f"tilepress: cannot keep kernels in {folder}: {error.strerror}\n")
+    return code
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_ulonglong * 8))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+_SERIALIZE = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@functools.cache
+def _driver():
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return driver
+
+
+def _bind_context(device: int) -> None:
+    """Makes torch's context current in a thread that has not used the device yet."""
+    from cuda.bindings import driver
+
+    context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+    _checked(driver.cuCtxSetCurrent(context))
+
+
+class _Launch:
+    """One thread's memory for the launches of one kernel."""
+
+    def __init__(self, count: int):
+        self.values = (ctypes.c_ulonglong * count)()
+        start = ctypes.addressof(self.values)
+        self.own = tuple(start + 8 * i for i in range(count))
+        self.pointers = (ctypes.c_void_p * count)(*self.own)
+        self.config = _Config(block=(0, 1, 1), grid=(0, 1, 1))
+        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), 1
+        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
+
+
+@dataclass
+class Kernel:
+    """One kernel in one configuration, on every device of the process. Compiled and loaded where it is first launched."""
+
+    name: str  # of the extern "C" function
+    source: str
+    threads: int  # of a block
+    shared_bytes: int = 0  # dynamic shared memory of a block
+    _handles: dict[int, int] = field(default_factory=dict)  # of each device
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _local: threading.local = field(default_factory=threading.local)
+    _libraries: list = field(default_factory=list)
+
+    def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap") -> None:
+        """Launches `grid` blocks on the device's current stream; arguments are integers (addresses too) and tensor maps, in order.
+
+        Raises TilepressError with the compiler's log, or naming the driver's error."""
+        handle = self._handles.get(device.index)
+        if handle is None:
+            handle = self._load(device)
+        launch = getattr(self._local, "launch", None)
+        if launch is None:
+            _bind_context(torch.cuda.current_device())
+            launch = self._local.launch = _Launch(len(args))
+        for i, arg in enumerate(args):
+            if type(arg) is int:
+                launch.values[i] = arg
+                launch.pointers[i] = launch.own[i]
+            else:
+                launch.pointers[i] = arg.address
+        config = launch.config
+        config.grid[0], config.block[0], config.shared_bytes = grid, self.threads, self.shared_bytes
+        config.stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if torch.cuda.current_device() == device.index:
+            status = _driver().cuLaunchKernelEx(launch.addresses[0], handle, launch.addresses[1], None)
+        else:
+            with torch.cuda.device(device):
+                status = _driver().cuLaunchKernelEx(launch.addresses[0], handle, launch.addresses[1], None)
+        if status:
+            raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
+
+    def _load(self, device: torch.device) -> int:
+        from cuda.bindings import driver
+
+        with self._lock:
+            if device.index in self._handles:
+                return self._handles[device.index]
+            code = cached_cubin(self.name, self.source, architecture(device))
+            with torch.cuda.device(device):
+                torch.cuda.current_stream().synchronize()  # makes the context
+                library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+                kernel = _checked(driver.cuLibraryGetKernel(library, self.name.encode()))
+                if self.shared_bytes > 48 * 1024:
+                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    number = _checked(driver.cuDeviceGet(device.index))
+                    _checked(driver.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, number))
+                self._libraries.append(library)
+                self._handles[device.index] = int(_checked(driver.cuKernelGetFunction(kernel)))
+        return self._handles[device.index]
+
+
+class TensorMap:
+    """A CUtensorMap: how the copy engine finds boxes of a matrix in memory."""
+
+    def __init__(self, value):
+        self._value = value  # keeps the memory that `address` points to
+        self.address = value.getPtr()
+
+
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
+    """Of a 16-bit matrix [rows, columns], contiguous rows, 16-byte aligned: boxes with 128-byte swizzle, zeros beyond the edges. Kept for
+    matrices at the same address."""
+    rows, columns = matrix.shape
+    return _tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0), matrix.dtype, box_rows, box_columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(
+    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
+) -> TensorMap:
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+    return TensorMap(
+        _checked(
+            driver.cuTensorMapEncodeTiled(
+                kind,
+                2,
+                address,
+                [wide(columns), wide(rows)],
+                [wide(2 * stride)],
+                [narrow(box_columns), narrow(box_rows)],
+                [narrow(1), narrow(1)],
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        )
+    )
+
+
+def _checked(result: tuple):
+    status, *values = result
+    if int(status):
+        raise TilepressError(f"the CUDA driver says {status.name}", "run `tilepress env`")
+    return values[0] if values else None

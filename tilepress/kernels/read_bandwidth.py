@@ -1,0 +1,25 @@
+"""A kernel that only reads memory: the bandwidth that benchmarks compare with."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tilepress.kernels import jit
+
+THREADS = 512
+
+
+def source() -> str:
+    return jit.source("read_bandwidth.cu", BF16=0)
+
+
+@functools.cache
+def _kernel() -> jit.Kernel:
+    return jit.Kernel("read_bandwidth", source(), THREADS)
+
+
+def read(memory: Tensor) -> None:
+    """Reads all of a CUDA tensor's memory (the last, less than a grid's reach, not) on the current stream."""
+    grid = 2 * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    _kernel()(memory.device, grid, memory.data_ptr(), memory.data_ptr(), memory.nbytes // 16)
