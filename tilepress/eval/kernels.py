@@ -65,7 +65,7 @@ def read_gbps() -> float:
 
 
 def environment() -> dict:
-    """Card, driver, versions and commit: what a result needs to be believed. Outside of a checkout the commit is what TILEPRESS_COMMIT says."""
+    """Card, driver, versions and commit (of the checkout; TILEPRESS_COMMIT, if set, says it for copies): what a result needs to be believed."""
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.splitlines()
@@ -77,7 +77,7 @@ def environment() -> dict:
         "driver": driver[0] if driver else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "commit": commit or os.environ.get("TILEPRESS_COMMIT"),
+        "commit": os.environ.get("TILEPRESS_COMMIT") or commit or None,
     }
 
 

@@ -1,7 +1,7 @@
 """y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernel.
 
-On sm_90 up to 64 rows of x go through one launch of tiled_csl_spmm.cu; what has more rows, and other cards from sm_80 on, decode W to dense
-(tiled_csl_decode.cu) and multiply with cuBLAS. The reference decodes the whole weight once a call and multiplies densely, on any device.
+On sm_90 up to 64 rows of x go through one launch of tiled_csl_spmm.cu, a few more through several; with many rows, and on other cards from
+sm_80 on, W is decoded to dense (tiled_csl_decode.cu) and multiplied by cuBLAS. The reference decodes the whole weight once a call and multiplies densely, on any device.
 """
 
 import functools
@@ -21,7 +21,8 @@ from tilepress.kernels import jit, library, ptx
 library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, int tile_rows, ScalarType value_dtype) -> Tensor"
 )
-COLUMNS = 64  # of y, that one launch makes
+COLUMNS = 64  # rows of x, columns of y as the kernel sees it, that one launch takes
+MOST_ROWS = 192  # of x: beyond, decoding W to dense and cuBLAS are faster
 
 
 def tiled_csl_spmm_ref(
@@ -160,7 +161,7 @@ def _cuda(
     if _why_not(x.device) or x.dtype != value_dtype or (bias is not None and bias.dtype != value_dtype):
         return tiled_csl_spmm_ref(x, *args)
     flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] > COLUMNS or not _is_hopper(x.device):
+    if flat.shape[0] > MOST_ROWS or not _is_hopper(x.device):
         dense = torch.ops.tilepress.tiled_csl_decode(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
         return linear(x, dense, bias)
     return _multiply(flat, *args).view(*x.shape[:-1], rows)
@@ -176,11 +177,9 @@ def _multiply(
     tile_rows: int,
     value_dtype: torch.dtype,
 ) -> Tensor:
-    """x [n, cols], n at most 64."""
+    """x [n, cols]: a launch for every 64 rows of x."""
     n, cols = x.shape
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
-    if not n:
-        return y
     grid = blocks(x.device)
     if cuts is None:
         cuts = make_cuts(offsets, rows, cols, tile_rows, grid)
@@ -188,25 +187,27 @@ def _multiply(
         x = pad(x, (0, -cols % 8))
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    chosen = configuration(tile_rows, words.numel() / (rows * cols), n, value_dtype)
-    flags = -(-8 * grid // 256) * 256
-    scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
-    _kernel(chosen, grid)(
-        x.device,
-        grid,
-        words.data_ptr(),
-        offsets.data_ptr(),
-        cuts.data_ptr(),
-        jit.tensor_map(x, chosen.columns, 64),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        scratch.data_ptr() + flags,
-        scratch.data_ptr(),
-        next(_tickets),
-        n,
-        rows,
-        -(-cols // 64),
-    )
+    density, flags = words.numel() / (rows * cols), -(-8 * grid // 256) * 256
+    for first in range(0, n, COLUMNS):
+        part = x[first : first + COLUMNS]
+        chosen = configuration(tile_rows, density, len(part), value_dtype)
+        scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
+        _kernel(chosen, grid)(
+            x.device,
+            grid,
+            words.data_ptr(),
+            offsets.data_ptr(),
+            cuts.data_ptr(),
+            jit.tensor_map(part, chosen.columns, 64),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr() + first * y.stride(0) * y.element_size(),
+            scratch.data_ptr() + flags,
+            scratch.data_ptr(),
+            next(_tickets),
+            len(part),
+            rows,
+            -(-cols // 64),
+        )
     return y
 
 
