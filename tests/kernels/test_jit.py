@@ -54,7 +54,7 @@ def test_processes_that_compile_at_once(cache):
 
 
 def test_nothing_is_compiled_or_imported_with_the_package():
-    code = "import sys, tilepress.runtime.loader; assert not [m for m in sys.modules if m.startswith('cuda.')]"
+    code = "import sys, tilepress.runtime.loader; assert 'cuda.core' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -48,3 +48,6 @@ library.impl("tiled_csl_decode", _cuda, "CUDA")
 @torch.library.register_fake("tilepress::tiled_csl_decode")
 def _(words, offsets, rows, cols, tile_rows, value_dtype):
     return words.new_empty(rows, cols, dtype=value_dtype)
+
+
+tiled_csl_decode = torch.ops.tilepress.tiled_csl_decode

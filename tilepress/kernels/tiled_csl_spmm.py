@@ -1,7 +1,8 @@
 """y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernel.
 
 On sm_90 up to 64 rows of x go through one launch of tiled_csl_spmm.cu, a few more through several; with many rows, and on other cards from
-sm_80 on, W is decoded to dense (tiled_csl_decode.cu) and multiplied by cuBLAS. The reference decodes the whole weight once a call and multiplies densely, on any device.
+sm_80 on, W is decoded to dense (tiled_csl_decode.cu) and multiplied by cuBLAS. The reference decodes the whole weight once a call and
+multiplies densely, on any device.
 """
 
 import functools
@@ -17,6 +18,7 @@ from torch.nn.functional import linear, pad
 
 from tilepress.formats import tiled_csl
 from tilepress.kernels import jit, library, ptx
+from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, int tile_rows, ScalarType value_dtype) -> Tensor"
@@ -162,7 +164,7 @@ def _cuda(
         return tiled_csl_spmm_ref(x, *args)
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] > MOST_ROWS or not _is_hopper(x.device):
-        dense = torch.ops.tilepress.tiled_csl_decode(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+        dense = tiled_csl_decode(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
         return linear(x, dense, bias)
     return _multiply(flat, *args).view(*x.shape[:-1], rows)
 

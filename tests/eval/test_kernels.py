@@ -1,0 +1,53 @@
+"""`eval kernels`: what it refuses, and on a card the fields of its rows."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tilepress.eval import kernels
+from tilepress.kernels import jit, read_bandwidth
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["gemm"], "no benchmark 'gemm'"),
+        (["spmm", "--shapes", "8192"], "is no shape"),
+        (["spmm", "--shapes", "0x64"], "is no shape"),
+        (["spmm", "--columns", "1,x"], "is no list of columns"),
+        (["spmm", "--sparsity", "50"], "is no share"),
+    ],
+)
+def test_wrong_requests_end_with_2(cli, words, message):
+    ran = cli("eval", "kernels", *words)
+    assert ran.code == 2 and message in ran.err and len(ran.err.strip().splitlines()) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a card")
+def test_without_a_card_nothing_is_timed(cli):
+    ran = cli("eval", "kernels", "spmm")
+    assert ran.code == 2 and "no CUDA card is visible" in ran.err
+
+
+def test_reading_compiles_for_both_architectures():
+    pytest.importorskip("cuda.core")
+    for arch in ("sm_80", "sm_90a"):
+        log = jit.compile_cubin("read_bandwidth", read_bandwidth.source(), arch)[1]
+        assert "0 bytes spill stores" in log and int(re.search(r"Used (\d+)", log)[1]) <= 64
+
+
+@pytest.mark.gpu
+def test_rows_of_a_small_run():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper card")
+    found = json.loads(json.dumps(kernels.spmm([(1024, 2048)], [1, 16], [0.8], torch.bfloat16, lambda _: None)))
+    assert found["env"].keys() == {"card", "driver", "cuda", "torch", "commit"} and 500 < found["read_gbps"] < 10_000
+    assert [row["N"] for row in found["rows"]] == [1, 16]
+    for row in found["rows"]:
+        assert row["op"] == "spmm" and row["value_dtype"] == "bf16" and row["layout"] == "tiled-csl"
+        assert row["path"] == "tiled_csl_spmm kernel on cuda" and row["rel_err"] < 8e-3
+        assert 1 < row["us"] < 100 and row["speedup"] == pytest.approx(row["us_dense"] / row["us"])
+        assert row["gbps"] == pytest.approx(row["bytes"] / row["us"] / 1000) and 0 <= row["us_spread"] < 1
+        assert row["share_of_read"] == pytest.approx(row["gbps"] / found["read_gbps"])
