@@ -94,7 +94,7 @@ def test_pieces_of_a_prompt_give_what_the_whole_gives(model, tokenizer):
 
 def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
     scores = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="decode")
-    assert abs(scores["kv_cache"]["decode_over_sim"]) < 0.001
+    assert abs(scores["kv_cache"]["decode_over_sim"]) < 0.003
     alone = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="sim")
     assert alone["perplexity"] == pytest.approx(scores["kv_cache"]["sim_perplexity"], rel=1e-6)
     assert model.kv_state.mode == "cache"

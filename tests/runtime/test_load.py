@@ -126,7 +126,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t[UP + "_offsets"].__setitem__(3, 8000), "offsets"),
         (lambda t: t.__setitem__(UP, t[UP][:-128].clone()), "offsets run"),
         (lambda t: t.__setitem__(UP, t[UP].to(torch.int64)), "expected int32"),
-        (lambda t: t[UP].__setitem__(0, 0x20F03F80), "outside its tile"),
+        (lambda t: t[UP].__setitem__(0, 0x40F03F80), "outside its tile"),
         (lambda t: t[UP].__setitem__(0, 0x7FFF3F80), "outside its tile"),
         (lambda t: t[UP].__setitem__(0, 0x00033F80), "outside its tile"),
     ],
