@@ -89,7 +89,7 @@ DAMAGE = {
         lambda p: rewrite(p, lambda t: t["model.norm.weight"].__setitem__(0, float("nan"))),
         "model.norm.weight: non-finite",
     ),
-    "fewer items": (lambda p: rewrite(p, lambda t: t[UP].__setitem__(0, 0x2000 << 16)), "nonzeros is"),
+    "fewer items": (lambda p: rewrite(p, lambda t: t[UP].__setitem__(0, 0x4000 << 16)), "nonzeros is"),
     "wrong non-zeros": (lambda p: declare(p, lambda m: record(m).update(nonzeros=5)), "nonzeros is .* declared 5"),
     "wrong shape": (lambda p: declare(p, lambda m: record(m).update(shape=[1, 2])), "shape is .* declared"),
     "wrong wavefronts": (lambda p: declare(p, lambda m: record(m).update(wavefronts=1)), "wavefronts is .* declared 1"),
@@ -189,7 +189,7 @@ def test_a_saved_again_model_is_verified_by_what_its_tensors_tell(artifact, tiny
     assert ran.code == 0 and "files and hashes" not in ran.out
     shard = tmp_path / "again" / "model.safetensors"
     tensors = load_file(shard)
-    tensors[UP][0] = 0x20F03F80
+    tensors[UP][0] = 0x40F03F80
     save_file(tensors, shard, metadata={"format": "pt"})
     ran = cli("verify", tmp_path / "again")
     assert ran.code == 3 and "neither an item nor padding" in ran.out and "not tried" in ran.out
