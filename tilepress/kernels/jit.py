@@ -5,8 +5,7 @@ TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, o
 processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
 
 Launches go to the driver directly. Arguments are written into a block of memory that each thread keeps for each kernel, so a launch makes no
-objects; kernels can be captured in CUDA graphs, and use programmatic dependent launch: they must wait (wait_for_grid) before they read
-what earlier kernels of the stream wrote, and before they write.
+objects, and can be captured in CUDA graphs.
 """
 
 import ctypes
@@ -138,13 +137,13 @@ def _bind_context(device: int) -> None:
 class _Launch:
     """One thread's memory for the launches of one kernel."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, overlaps: bool):
         self.values = (ctypes.c_ulonglong * count)()
         start = ctypes.addressof(self.values)
         self.own = tuple(start + 8 * i for i in range(count))
         self.pointers = (ctypes.c_void_p * count)(*self.own)
         self.config = _Config(block=(0, 1, 1), grid=(0, 1, 1))
-        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), 1
+        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), int(overlaps)
         self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
 
 
@@ -156,6 +155,9 @@ class Kernel:
     source: str
     threads: int  # of a block
     shared_bytes: int = 0  # dynamic shared memory of a block
+    # Programmatic dependent launch (sm_90): it starts before earlier kernels of the stream end, and must wait for them (wait_for_grid) before it
+    # reads what they wrote and before it writes.
+    overlaps: bool = False
     _handles: dict[int, int] = field(default_factory=dict)  # of each device
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _local: threading.local = field(default_factory=threading.local)
@@ -171,7 +173,7 @@ class Kernel:
         launch = getattr(self._local, "launch", None)
         if launch is None:
             _bind_context(torch.cuda.current_device())
-            launch = self._local.launch = _Launch(len(args))
+            launch = self._local.launch = _Launch(len(args), self.overlaps)
         for i, arg in enumerate(args):
             if type(arg) is int:
                 launch.values[i] = arg

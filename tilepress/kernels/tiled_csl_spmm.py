@@ -143,7 +143,7 @@ def blocks(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
-    return jit.Kernel("tiled_csl_spmm", chosen.source, chosen.threads, chosen.shared_bytes(grid))
+    return jit.Kernel("tiled_csl_spmm", chosen.source, chosen.threads, chosen.shared_bytes(grid), overlaps=True)
 
 
 _tickets = itertools.count(secrets.randbits(62))
