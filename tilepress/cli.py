@@ -444,7 +444,9 @@ def env(json_: Json = False) -> None:
     found["cores"], found["threads"] = os.cpu_count(), torch.get_num_threads()
     from tilepress.kernels import tiled_csl_spmm
 
-    found["sparse linears run on"] = tiled_csl_spmm.path(torch.device("cuda" if found["cards"] else "cpu"))
+    found["sparse linears run on"] = tiled_csl_spmm.path(
+        torch.device("cuda" if found["cards"] else "cpu"), torch.bfloat16, torch.bfloat16
+    )
     found["INT8 linears run on"] = "reference (W8A8: torch._int_mm; W8A16: dequantized)"
     print(
         json.dumps(found, indent=2)

@@ -117,9 +117,23 @@ def test_cuts_are_equal_shares_in_order():
     ends = packed.offsets[:: 128 // packed.tile_rows].tolist()
     shares = [ends[b] - ends[a] for a, b in itertools.pairwise(cuts)]
     largest = max(b - a for a, b in itertools.pairwise(ends))
-    assert sum(shares) == ends[-1] and max(shares) <= ends[-1] / 16 + largest
-    empty = pack(torch.zeros(300, 100, dtype=torch.float16))
-    assert make_cuts(empty.offsets, 300, 100, empty.tile_rows, 4).tolist()[-1] == 6
+    assert sum(shares) == ends[-1] and max(shares) <= ends[-1] / 16 + 2 * largest
+    empty = pack(torch.zeros(1024, 640, dtype=torch.float16))
+    cuts = make_cuts(empty.offsets, 1024, 640, empty.tile_rows, 16).tolist()
+    assert cuts[-1] == 80 and max(b - a for a, b in itertools.pairwise(cuts)) <= 6  # empty units take time too
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    args, _ = arguments(200, 300)
+    x, words, offsets, _, bias, *rest = args
+    for wrong in (
+        (x[..., :200], words, offsets, None, bias),
+        (x, words, offsets[:-1], None, bias),
+        (x, words, offsets, None, bias[:-1]),
+        (x, words[::2], offsets, None, bias),
+    ):
+        with pytest.raises(ValueError):
+            ops.tiled_csl_spmm(*wrong, *rest)
 
 
 # On a card
@@ -167,6 +181,10 @@ def test_inputs_that_are_not_aligned_or_contiguous():
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
     for given in (wide[:, :512], x.t().contiguous().t(), shifted):
         assert relative_error(ops.tiled_csl_spmm(given, *rest), expected) < 2e-3
+    odd = torch.zeros(4, 515, dtype=x.dtype, device="cuda")
+    odd[:1, :512] = x[:1]
+    assert relative_error(ops.tiled_csl_spmm(odd[:1, :512], *rest), expected[:1]) < 2e-3
+    assert relative_error(ops.tiled_csl_spmm(x[:1].expand(6, 512), *rest), expected[:1].expand(6, 256)) < 2e-3
     assert ops.tiled_csl_spmm(x[:0], *rest).shape == (0, 256)
 
 
@@ -192,6 +210,38 @@ def test_graphs_replay_and_streams_do_not_meet():
     static.copy_(args[0] * 2)
     graph.replay()
     assert relative_error(outs[0], exact((static, *args[1:]), weight)) < 2e-3
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [65, 128, 129, 192, 193, 300])
+def test_more_rows_than_a_launch_takes(n):
+    args, weight = arguments(520, 1003, (n,), 0.8, torch.float16, True, "cuda")
+    found = ops.tiled_csl_spmm(*args)
+    assert relative_error(found, exact(args, weight)) < 2e-3
+    row_errors = (found.double().cpu() - exact(args, weight)).norm(dim=0) / exact(args, weight).norm(dim=0)
+    assert float(row_errors.max()) < 5e-3 and torch.equal(ops.tiled_csl_spmm(*args), found)
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_decoding_waits_for_a_product_before_it():
+    """Few rows, many, few, again and again without a pause: memory that one gives back is another's at once."""
+    few, weight = arguments(2048, 2048, (48,), 0.8, torch.float16, False, "cuda")
+    many = (torch.randn(300, 2048, dtype=torch.float16, device="cuda"), *few[1:])
+    expected = ops.tiled_csl_spmm(*few), ops.tiled_csl_spmm(*many)
+    found = [(ops.tiled_csl_spmm(*few), ops.tiled_csl_spmm(*many)) for _ in range(50)]
+    assert all(torch.equal(a, expected[0]) and torch.equal(b, expected[1]) for a, b in found)
+    assert relative_error(expected[1], exact(many, weight)) < 2e-3
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_other_dtypes_decode():
+    args, weight = arguments(200, 320, (4,), 0.8, torch.bfloat16, False, "cuda")
+    assert "decode" in tiled_csl_spmm.path(args[0].device, torch.float32, torch.bfloat16)
+    found = ops.tiled_csl_spmm(args[0].float(), *args[1:])
+    assert found.dtype == torch.float32 and relative_error(found, exact(args, weight)) < 2e-3
 
 
 @pytest.mark.gpu

@@ -66,12 +66,8 @@ def read_gbps() -> float:
 
 def environment() -> dict:
     """Card, driver, versions and commit (of the checkout; TILEPRESS_COMMIT, if set, says it for copies): what a result needs to be believed."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.splitlines()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    commit = _said("git", "rev-parse", "HEAD")
     return {
         "card": torch.cuda.get_device_name(0),
         "driver": driver[0] if driver else None,
@@ -79,6 +75,14 @@ def environment() -> dict:
         "torch": torch.__version__,
         "commit": os.environ.get("TILEPRESS_COMMIT") or commit or None,
     }
+
+
+def _said(*words: str) -> str:
+    """What a program prints, nothing if it is not there."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
 
 
 def sparse_weight(rows: int, cols: int, sparsity: float, dtype: torch.dtype) -> Tensor:
@@ -102,10 +106,11 @@ def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[st
     for a result that is wrong."""
     if not torch.cuda.is_available():
         raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
-    path = tiled_csl_spmm.path(torch.device("cuda", 0))
-    if "kernel on cuda" not in path:
-        raise UsageError(f"this card is served by {path}", "only the kernel is timed")
-    bandwidth, rows = read_gbps(), []
+    for n in columns:
+        path = tiled_csl_spmm.path(torch.device("cuda", 0), dtype, dtype, n)
+        if not path.startswith("tiled_csl_spmm kernel"):
+            raise UsageError(f"on this card N = {n} is served by {path}", "only the kernel is timed")
+    facts, bandwidth, rows = environment(), read_gbps(), []
     for m, k in shapes:
         weight = sparse_weight(m, k, 0.0, dtype)
         xs = {n: torch.randn(n, k, dtype=dtype, device="cuda") for n in columns}
@@ -118,7 +123,7 @@ def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[st
                 row = _spmm_row(x, weight, packed, dense[n])
                 rows.append({"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity} | row | {"path": path})
                 rows[-1]["share_of_read"] = rows[-1]["gbps"] / bandwidth
-    return {"env": environment(), "read_gbps": bandwidth, "rows": rows}
+    return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
 def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: float) -> dict:

@@ -41,10 +41,11 @@ def architecture(device: torch.device) -> str:
 def missing() -> str | None:
     """What this machine lacks to compile kernels, or None."""
     try:
-        import cuda.bindings.driver
-        import cuda.core  # noqa: F401
+        from cuda.bindings import driver  # noqa: F401
+        from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401
+        from cuda.core.utils import FileStreamProgramCache, make_program_cache_key  # noqa: F401
     except ImportError as error:
-        return f"{error.name or 'cuda-core'} is not installed"
+        return f"{error.name or 'cuda-core'} is not installed or too old"
     return None
 
 
@@ -77,13 +78,13 @@ def cached_cubin(name: str, source: str, arch: str) -> bytes:
     """The same from disk, compiled and kept if it is not there; a folder that cannot be written only costs the next process its time."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
-    folder = Path(os.environ.get("TILEPRESS_CACHE") or Path.home() / ".cache" / "tilepress" / "kernels")
     try:
+        folder = Path(os.environ.get("TILEPRESS_CACHE") or Path.home() / ".cache" / "tilepress" / "kernels")
         cache = FileStreamProgramCache(str(folder))
         key = make_program_cache_key(code=source, code_type="c++", options=_options(arch), target_type="cubin")
         if (found := cache.get(key)) is not None:
             return bytes(found)
-    except OSError:
+    except (OSError, RuntimeError):  # a folder that cannot be made, or nobody's home
         cache = None
     sys.stderr.write(f"tilepress: compiling kernel {name} for {arch}, once\n")
     code, _ = compile_cubin(name, source, arch)
@@ -194,6 +195,10 @@ class Kernel:
     def _load(self, device: torch.device) -> int:
         from cuda.bindings import driver
 
+        if torch.cuda.is_current_stream_capturing():
+            raise TilepressError(
+                f"kernel {self.name} is first used inside a CUDA graph", "run the model once before capturing"
+            )
         with self._lock:
             if device.index in self._handles:
                 return self._handles[device.index]
@@ -232,6 +237,7 @@ def _tensor_map(
 ) -> TensorMap:
     from cuda.bindings import driver
 
+    _bind_context(torch.cuda.current_device())
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t

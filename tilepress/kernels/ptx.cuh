@@ -18,8 +18,8 @@ __device__ __forceinline__ void lds128_if(uint4& v, u32 a, bool ok) {
 __device__ __forceinline__ void sts16_if(u32 a, u32 v, bool ok) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(a), "h"((u16)v), "r"((u32)ok) : "memory");
 }
-__device__ __forceinline__ void vote(u32 v) {  // waits until every lane has v
-  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0; vote.sync.any.pred p, p, 0xffffffff;}" ::"r"(v) : "memory");
+__device__ __forceinline__ void never(bool is) {  // a use of a value that the compiler cannot drop: what comes later waits for it
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p trap;}" ::"r"((u32)is) : "memory");
 }
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ bool elect() {

@@ -15,6 +15,9 @@
 // blocks, and writes y. Blocks wait only for blocks of lower numbers, and results do not depend on timing. `left` needs no preparation: a block has
 // left its part where it stands at `ticket`, a number that no other launch has.
 //
+// That they make progress rests on blocks being started in the order of their numbers. Words, offsets and cuts are read before earlier kernels of
+// the stream have ended: they must not be what the kernel just before writes. A block takes up to 227 KB of shared memory and, with its warps, all registers.
+//
 // Macros: TILE_ROWS 64 | 128; NT columns of y, 8 .. 64; SWAP 0 | 1 (NT 64, TILE_ROWS 128); WINDOWS, a multiple of the tiles of a unit; TEAM;
 // CHUNK bytes of a ring's stage; STAGES of a ring, 2; UNSCATTER 0 | 1; BF16 0 | 1. wgmma() comes from kernels/ptx.py.
 
@@ -145,10 +148,12 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
         }
         if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
       }
+      // The stage can be written again once every lane has its words, not just asked for them. Offsets are even: bit 16 is never set.
       u32 all = 0;
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) all |= q[g].w;
-      vote(all);                                           // every lane has its words: the stage can be written again
+      for (int g = 0; g < GROUPS; ++g) all |= g * 32 + lane < count ? q[g].w : 0;
+      never(all & 1 << 16);
+      __syncwarp();
       stream.copy();
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {

@@ -24,6 +24,7 @@ library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, int tile_rows, ScalarType value_dtype) -> Tensor"
 )
 COLUMNS = 64  # rows of x, columns of y as the kernel sees it, that one launch takes
+_UNIT_COST = 64  # of an empty unit, in 16 bytes
 MOST_ROWS = 192  # of x: beyond, decoding W to dense and cuBLAS are faster
 
 
@@ -39,6 +40,7 @@ def tiled_csl_spmm_ref(
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], cuts of `make_cuts` or None, bias [rows] or None -> [..., rows] of x's
     dtype. Values are converted to x's dtype before the product."""
+    _check(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype)
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
     return linear(x, tiled_csl.unpack(packed).to(x.dtype), bias)
 
@@ -129,11 +131,11 @@ def configuration(tile_rows: int, density: float, columns: int, dtype: torch.dty
 def make_cuts(offsets: Tensor, rows: int, cols: int, tile_rows: int, parts: int) -> Tensor:
     """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1], in units of 128 rows and 64 columns,
     on the offsets' device. Waits for the device."""
-    ends = offsets.long().cpu()[128 // tile_rows :: 128 // tile_rows].contiguous()  # of units
-    shares = ends[-1] * torch.arange(1, parts) // parts
-    inner = torch.searchsorted(ends, shares, right=False) + 1
     units = -(-rows // 128) * -(-cols // 64)
-    return torch.cat([torch.zeros(1), inner.clamp(max=units), torch.tensor([units])]).to(torch.int32).to(offsets.device)
+    ends = offsets.long().cpu()[128 // tile_rows :: 128 // tile_rows] + _UNIT_COST * torch.arange(1, units + 1)
+    inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts) // parts) + 1
+    edges = torch.tensor([0]), inner.clamp(max=units), torch.tensor([units])
+    return torch.cat(edges).to(offsets.device, torch.int32)
 
 
 def blocks(device: torch.device) -> int:
@@ -160,13 +162,43 @@ def _cuda(
     value_dtype: torch.dtype,
 ) -> Tensor:
     args = (words, offsets, cuts, bias, rows, tile_rows, value_dtype)
-    if _why_not(x.device) or x.dtype != value_dtype or (bias is not None and bias.dtype != value_dtype):
+    if _why_not(x.device):
         return tiled_csl_spmm_ref(x, *args)
+    _check(x, *args)
     flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] > MOST_ROWS or not _is_hopper(x.device):
+    if not _serves(len(flat), x.device, x.dtype, value_dtype) or (bias is not None and bias.dtype != value_dtype):
         dense = tiled_csl_decode(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
-        return linear(x, dense, bias)
+        return linear(x, dense.to(x.dtype), bias)
     return _multiply(flat, *args).view(*x.shape[:-1], rows)
+
+
+def _check(
+    x: Tensor,
+    words: Tensor,
+    offsets: Tensor,
+    cuts: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    tile_rows: int,
+    value_dtype: torch.dtype,
+) -> None:
+    """Raises ValueError for arguments with which the kernels would read or write elsewhere."""
+    tiles = tiled_csl.num_tiles(rows, x.shape[-1], tile_rows)
+    if offsets.shape != (tiles + 1,) or words.dtype != torch.int32 or offsets.dtype != torch.int32:
+        raise ValueError(f"{offsets.numel()} offsets are not those of {rows} x {x.shape[-1]}, which has {tiles} tiles")
+    if not (words.is_contiguous() and offsets.is_contiguous()) or (words.is_cuda and words.data_ptr() % 16):
+        raise ValueError("words and offsets must be contiguous, on a card words must begin at a multiple of 16 bytes")
+    if cuts is not None and cuts.shape != (blocks(x.device) + 1,):
+        raise ValueError(f"cuts for {cuts.numel() - 1} blocks, the card has {blocks(x.device)}")
+    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
+        raise ValueError(f"a bias of {list(bias.shape)} for {rows} rows")
+    if any(t is not None and t.device != x.device for t in (words, offsets, cuts, bias)):
+        raise ValueError("the arguments are on several devices")
+
+
+def _serves(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> bool:
+    """Whether the kernel, and not decoding and cuBLAS, takes n rows of x."""
+    return n <= MOST_ROWS and dtype == value_dtype and _is_hopper(device)
 
 
 def _multiply(
@@ -187,8 +219,8 @@ def _multiply(
         cuts = make_cuts(offsets, rows, cols, tile_rows, grid)
     if cols % 8:  # rows that the copy engine can find
         x = pad(x, (0, -cols % 8))
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
+        x = x.new_empty(x.shape).copy_(x)
     density, flags = words.numel() / (rows * cols), -(-8 * grid // 256) * 256
     for first in range(0, n, COLUMNS):
         part = x[first : first + COLUMNS]
@@ -235,12 +267,13 @@ def _(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device) -> str:
-    """Which implementation serves a device: what results report."""
+def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> str:
+    """Which implementation serves n rows of x of a dtype on a device: what results report."""
     why = _why_not(device)
     if why is not None:
         return f"tiled_csl_spmm reference on {device.type}{why}"
-    return "tiled_csl_spmm kernel on cuda" if _is_hopper(device) else "tiled_csl_decode kernel and cuBLAS on cuda"
+    kernel = _serves(n, device, dtype, value_dtype)
+    return "tiled_csl_spmm kernel on cuda" if kernel else "tiled_csl_decode kernel and cuBLAS on cuda"
 
 
 tiled_csl_spmm = torch.ops.tilepress.tiled_csl_spmm

@@ -95,7 +95,8 @@ def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, TiledCSLLinear | Int8Linear):
-            found[module.path] = found.get(module.path, 0) + 1
+            key = module.path_for(model.dtype) if isinstance(module, TiledCSLLinear) else module.path
+            found[key] = found.get(key, 0) + 1
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"
             found[key] = found.get(key, 0) + 1

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tilepress.formats import TilepressError
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_csl_spmm
 
@@ -44,6 +45,8 @@ class TiledCSLLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
         return torch.ops.tilepress.tiled_csl_spmm(
             x,
             self.weight,
@@ -61,16 +64,19 @@ class TiledCSLLinear(nn.Module):
         if device.type != "cuda":
             return None
         if self.cuts is None or self.cuts.device != device:
+            if torch.cuda.is_current_stream_capturing():
+                raise TilepressError(
+                    "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
+                )
             parts = tiled_csl_spmm.blocks(device)
             self.cuts = tiled_csl_spmm.make_cuts(
                 self.weight_offsets, self.out_features, self.in_features, self.tile_rows, parts
             )
         return self.cuts
 
-    @property
-    def path(self) -> str:
-        """The implementation that serves this layer where it is now."""
-        return tiled_csl_spmm.path(self.weight.device)
+    def path_for(self, dtype: torch.dtype) -> str:
+        """The implementation that serves this layer where it is now, for a few rows of activations of a dtype."""
+        return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tile_rows={self.tile_rows}"
