@@ -58,6 +58,7 @@ FAMILIES = {
     "gemma": ("GemmaConfig", _GQA | {"head_dim": 32}),
     "falcon": ("FalconConfig", _COMMON | {"hidden_size": 128}),
     "granite": ("GraniteConfig", _GQA | {"attention_multiplier": 0.5}),
+    "cohere": ("CohereConfig", _GQA),
     "stablelm": ("StableLmConfig", _GQA),
     "diffllama": ("DiffLlamaConfig", _GQA),
     "doge": ("DogeConfig", _GQA),

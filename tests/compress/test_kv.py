@@ -132,7 +132,8 @@ def test_pairs():
 
 
 @pytest.mark.parametrize(
-    "family,changes,dim", [("llama", {}, 32), ("gpt2-64", {}, 0), ("stablelm", {}, 8), ("llama", {"head_dim": 64}, 64)]
+    "family,changes,dim",
+    [("llama", {}, 32), ("gpt2-64", {}, 0), ("stablelm", {}, 8), ("cohere", {}, 32), ("llama", {"head_dim": 64}, 64)],
 )
 def test_what_rope_turns_is_what_the_model_turns(checkpoint_of, tmp_path, family, changes, dim):
     """Partial rotation by the class's default, none at all, and a config that does not say it has RoPE."""
@@ -143,7 +144,9 @@ def test_what_rope_turns_is_what_the_model_turns(checkpoint_of, tmp_path, family
     (source / "config.json").write_text(json.dumps(silent))
     calibrate(source, tmp_path / "out")
     facts = kv_calibration.read_facts(tmp_path / "out")
-    assert facts["rotary_dim"] == dim and facts["rope_pairs"] == ("halves" if dim else "none")
+    assert facts["rotary_dim"] == dim and facts["rope_pairs"] == (
+        "neighbours" if family == "cohere" else "halves" if dim else "none"
+    )
 
 
 def test_the_searchs_attention_is_the_models(checkpoint_of):
