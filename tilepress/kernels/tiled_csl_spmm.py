@@ -40,8 +40,8 @@ def tiled_csl_spmm_ref(
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], cuts of `make_cuts` or None, bias [rows] or None -> [..., rows] of x's
     dtype. Values are converted to x's dtype before the product."""
-    _check(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype)
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+    _check(x, packed, bias)
     return linear(x, tiled_csl.unpack(packed).to(x.dtype), bias)
 
 
@@ -161,38 +161,30 @@ def _cuda(
     tile_rows: int,
     value_dtype: torch.dtype,
 ) -> Tensor:
-    args = (words, offsets, cuts, bias, rows, tile_rows, value_dtype)
     if _why_not(x.device):
-        return tiled_csl_spmm_ref(x, *args)
-    _check(x, *args)
-    flat = x.reshape(-1, x.shape[-1])
+        return tiled_csl_spmm_ref(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype)
+    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+    _check(x, packed, bias)
+    flat = x.reshape(-1, packed.cols)
     if not _serves(len(flat), x.device, x.dtype, value_dtype) or (bias is not None and bias.dtype != value_dtype):
-        dense = tiled_csl_decode(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+        dense = tiled_csl_decode(words, offsets, rows, packed.cols, tile_rows, value_dtype)
         return linear(x, dense.to(x.dtype), bias)
-    return _multiply(flat, *args).view(*x.shape[:-1], rows)
+    return _multiply(flat, packed, cuts, bias).view(*x.shape[:-1], rows)
 
 
-def _check(
-    x: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    cuts: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    tile_rows: int,
-    value_dtype: torch.dtype,
-) -> None:
+def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
     """Raises ValueError for arguments with which the kernels would read or write elsewhere."""
-    tiles = tiled_csl.num_tiles(rows, x.shape[-1], tile_rows)
+    words, offsets = packed.words, packed.offsets
+    tiles = tiled_csl.num_tiles(packed.rows, packed.cols, packed.tile_rows)
     if offsets.shape != (tiles + 1,) or words.dtype != torch.int32 or offsets.dtype != torch.int32:
-        raise ValueError(f"{offsets.numel()} offsets are not those of {rows} x {x.shape[-1]}, which has {tiles} tiles")
+        raise ValueError(
+            f"{offsets.numel()} offsets are not those of {packed.rows} x {packed.cols}, which has {tiles} tiles"
+        )
     if not (words.is_contiguous() and offsets.is_contiguous()) or (words.is_cuda and words.data_ptr() % 16):
         raise ValueError("words and offsets must be contiguous, on a card words must begin at a multiple of 16 bytes")
-    if cuts is not None and cuts.shape != (blocks(x.device) + 1,):
-        raise ValueError(f"cuts for {cuts.numel() - 1} blocks, the card has {blocks(x.device)}")
-    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
-        raise ValueError(f"a bias of {list(bias.shape)} for {rows} rows")
-    if any(t is not None and t.device != x.device for t in (words, offsets, cuts, bias)):
+    if bias is not None and (bias.shape != (packed.rows,) or not bias.is_contiguous()):
+        raise ValueError(f"a bias of {list(bias.shape)} for {packed.rows} rows")
+    if any(t is not None and t.device != x.device for t in (words, offsets, bias)):
         raise ValueError("the arguments are on several devices")
 
 
@@ -201,36 +193,28 @@ def _serves(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch
     return n <= MOST_ROWS and dtype == value_dtype and _is_hopper(device)
 
 
-def _multiply(
-    x: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    cuts: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    tile_rows: int,
-    value_dtype: torch.dtype,
-) -> Tensor:
+def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
     """x [n, cols]: a launch for every 64 rows of x."""
-    n, cols = x.shape
+    n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
-    grid = blocks(x.device)
     if cuts is None:
-        cuts = make_cuts(offsets, rows, cols, tile_rows, grid)
+        cuts = make_cuts(packed.offsets, rows, cols, packed.tile_rows, grid)
+    if cuts.shape != (grid + 1,) or cuts.device != x.device:
+        raise ValueError(f"cuts for {cuts.numel() - 1} blocks on {cuts.device}, not for {grid} on {x.device}")
     if cols % 8:  # rows that the copy engine can find
         x = pad(x, (0, -cols % 8))
     if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
         x = x.new_empty(x.shape).copy_(x)
-    density, flags = words.numel() / (rows * cols), -(-8 * grid // 256) * 256
+    density, flags = packed.words.numel() / (rows * cols), -(-8 * grid // 256) * 256
     for first in range(0, n, COLUMNS):
         part = x[first : first + COLUMNS]
-        chosen = configuration(tile_rows, density, len(part), value_dtype)
+        chosen = configuration(packed.tile_rows, density, len(part), packed.dtype)
         scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
         _kernel(chosen, grid)(
             x.device,
             grid,
-            words.data_ptr(),
-            offsets.data_ptr(),
+            packed.words.data_ptr(),
+            packed.offsets.data_ptr(),
             cuts.data_ptr(),
             jit.tensor_map(part, chosen.columns, 64),
             0 if bias is None else bias.data_ptr(),
