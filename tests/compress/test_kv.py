@@ -404,6 +404,13 @@ def test_sidecars_of_other_models_and_damaged_ones_are_refused(checkpoint_of, tm
     assert tilepress.load(tmp_path / "out", kv=False) is not None
 
 
+def test_the_hash_is_of_the_weights_and_not_of_their_files(checkpoint_of):
+    split, whole = (Checkpoint(checkpoint_of("llama", shard_size=size)) for size in ("200KB", "10MB"))
+    assert len(split.shards) > len(whole.shards) == 1
+    assert kv_calibration.weights_hash(split) == kv_calibration.weights_hash(whole)
+    assert kv_calibration.weights_hash(split) != kv_calibration.weights_hash(Checkpoint(checkpoint_of("qwen2")))
+
+
 def test_a_model_of_another_shape_is_refused(checkpoint_of):
     model = tilepress.load(checkpoint_of("llama"))
     for form, layers, message in (
