@@ -335,9 +335,9 @@ def kernels(
     shapes: Annotated[
         str | None, typer.Option(metavar="MxK,…", help="Of the weight.  [default: five]", show_default=False)
     ] = None,
-    columns: Annotated[str, typer.Option(metavar="LIST", help="Rows of x.")] = "1,8,16,32,64",
+    columns: Annotated[str, typer.Option(metavar="LIST", help="Rows of x.")] = "1,8,16,32,64,128,256,512,1024,2048",
     sparsity: Annotated[str, typer.Option(metavar="LIST", help="Of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
-    dtype: Annotated[str, typer.Option(metavar="float16|bfloat16", help="Of values and x.")] = "float16",
+    dtype: Annotated[str, typer.Option(metavar="LIST", help="Of values and x.")] = "float16,bfloat16",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -352,7 +352,7 @@ def kernels(
         chosen,
         counts,
         [parse_share(s) for s in sparsity.split(",")],
-        parse_dtype(dtype),
+        [parse_dtype(d) for d in dtype.split(",")],
         lambda at: None if quiet else say(at),
     )
     if output is not None:

@@ -18,6 +18,7 @@ from tilepress.kernels import jit, read_bandwidth
         (["spmm", "--shapes", "0x64"], "is no shape"),
         (["spmm", "--columns", "1,x"], "is no list of columns"),
         (["spmm", "--sparsity", "50"], "is no share"),
+        (["spmm", "--dtype", "float16,auto"], "kernels do not multiply None"),
     ],
 )
 def test_wrong_requests_end_with_2(cli, words, message):
@@ -42,12 +43,13 @@ def test_reading_compiles_for_both_architectures():
 def test_rows_of_a_small_run():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper card")
-    found = json.loads(json.dumps(kernels.spmm([(1024, 2048)], [1, 16], [0.8], torch.bfloat16, lambda _: None)))
+    found = json.loads(json.dumps(kernels.spmm([(1024, 2048)], [1, 16, 4096], [0.8], [torch.bfloat16], lambda _: None)))
     assert found["env"].keys() == {"card", "driver", "cuda", "torch", "commit"} and 500 < found["read_gbps"] < 10_000
-    assert [row["N"] for row in found["rows"]] == [1, 16]
+    assert [row["N"] for row in found["rows"]] == [1, 16, 4096]
     for row in found["rows"]:
         assert row["op"] == "spmm" and row["value_dtype"] == "bf16" and row["layout"] == "tiled-csl"
-        assert row["path"] == "tiled_csl_spmm kernel on cuda" and row["rel_err"] < 8e-3
+        kernel = "tiled_csl_spmm kernel" if row["N"] <= 16 else "tiled_csl_decode kernel and cuBLAS"
+        assert row["path"] == kernel + " on cuda" and row["rel_err"] < 8e-3
         assert 1 < row["us"] < 100 and row["speedup"] == pytest.approx(row["us_dense"] / row["us"])
         assert row["gbps"] == pytest.approx(row["bytes"] / row["us"] / 1000) and 0 <= row["us_spread"] < 1
         assert row["share_of_read"] == pytest.approx(row["gbps"] / found["read_gbps"])

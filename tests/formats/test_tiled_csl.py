@@ -27,11 +27,11 @@ def random_weight(rows, cols, sparsity, dtype=torch.bfloat16, seed=0):
 def decode(words: np.ndarray, offsets: np.ndarray, layout: np.ndarray) -> dict[tuple[int, int], int]:
     """{(row, column): value bits}, straight from the specification: plain Python, nothing of ours."""
     rows, cols, tile_rows, _, _ = (int(n) for n in layout)
-    halves, column_blocks = 128 // tile_rows, -(-cols // 64)
+    assert tile_rows == 128
+    column_blocks = -(-cols // 64)
     found = {}
     for tile in range(len(offsets) - 1):
-        block, rest = divmod(tile, halves * column_blocks)
-        column_block, half = divmod(rest, halves)
+        block, column_block = divmod(tile, column_blocks)
         for word in words[4 * offsets[tile] : 4 * offsets[tile + 1]]:
             word = int(word) & 0xFFFFFFFF
             offset, value = word >> 16, word & 0xFFFF
@@ -40,7 +40,7 @@ def decode(words: np.ndarray, offsets: np.ndarray, layout: np.ndarray) -> dict[t
                 continue
             r = offset // 128
             c = 8 * ((offset // 16 % 8) ^ (r % 8)) + offset // 2 % 8
-            at = (128 * block + tile_rows * half + r, 64 * column_block + c)
+            at = (128 * block + r, 64 * column_block + c)
             assert at not in found and at[0] < rows and at[1] < cols and value != 0
             found[at] = value
     return found
@@ -66,24 +66,23 @@ def bits(weight):
 def test_golden_words_are_those_of_the_specification():
     weight = torch.zeros(2, 66, dtype=torch.bfloat16)
     weight[0, 0], weight[0, 1], weight[1, 9], weight[1, 65] = 1.0, -2.0, 0.5, -0.0
-    packed = pack(weight, tile_rows=64)
+    packed = pack(weight)
     section = DOC.read_text().split("### Golden bytes")[1].split("\n## ")[0]
     words = [int(word, 16) for word in re.findall(r"\b[0-9a-f]{8}\b", section)]
     assert (packed.words.numpy().astype(np.int64) & 0xFFFFFFFF).tolist() == words
     assert packed.words[:3].numpy().tobytes() == bytes.fromhex("803f000000c00200003f8200")
-    assert packed.offsets.tolist() == [0, 8, 8, 16, 16]
-    assert packed.layout().tolist() == [2, 66, 64, 0, 0]
+    assert packed.offsets.tolist() == [0, 8, 16]
+    assert packed.layout().tolist() == [2, 66, 128, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize(
     "rows,cols,sparsity",
     [(1, 1, 0.0), (128, 64, 0.0), (130, 70, 0.5), (200, 130, 0.9), (64, 200, 0.99), (129, 65, 1.0), (300, 257, 0.3)],
 )
-def test_round_trip_and_independent_decoder(rows, cols, sparsity, tile_rows, dtype):
+def test_round_trip_and_independent_decoder(rows, cols, sparsity, dtype):
     weight = random_weight(rows, cols, sparsity, dtype)
-    packed = pack(weight, tile_rows)
+    packed = pack(weight)
     assert torch.equal(bits(unpack(packed)), bits(weight))
     found = decode(packed.words.numpy(), packed.offsets.numpy(), packed.layout().numpy())
     expected = scipy.sparse.coo_array(bits(weight).numpy())
@@ -134,7 +133,7 @@ def test_other_dtypes_are_refused():
 def test_order_meets_few_bank_conflicts(sparsity, ceiling):
     weight = random_weight(512, 512, sparsity)
     stats = PackStats()
-    for _, _, found in pack_stripes(weight, tiled_csl.TILE_ROWS):
+    for _, _, found in pack_stripes(weight):
         stats.add(found)
     assert stats.wavefronts_per_32 <= ceiling
     packed = pack(weight)
@@ -144,7 +143,7 @@ def test_order_meets_few_bank_conflicts(sparsity, ceiling):
         shuffled[first:last] = packed.words[first:last][
             torch.randperm(int(last - first), generator=torch.Generator().manual_seed(1))
         ]
-    unordered = TiledCSL(shuffled, packed.offsets, packed.rows, packed.cols, packed.tile_rows, packed.dtype)
+    unordered = TiledCSL(shuffled, packed.offsets, packed.rows, packed.cols, packed.dtype)
     assert 32 * replay(unordered) / stats.nonzeros > 3.0  # the metric can fail
     assert torch.equal(bits(unpack(unordered)), bits(weight))  # and order is nobody's business but the kernel's
 
@@ -152,14 +151,13 @@ def test_order_meets_few_bank_conflicts(sparsity, ceiling):
 @pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.97, 0.995])
 def test_statistics_are_those_of_a_replay_at_extreme_densities(sparsity):
     weight = random_weight(260, 200, sparsity)
-    for tile_rows in (64, 128):
-        stats = PackStats()
-        for _, _, found in pack_stripes(weight, tile_rows):
-            stats.add(found)
-        packed = pack(weight, tile_rows)
-        assert (stats.nonzeros, stats.wavefronts) == (int(torch.count_nonzero(weight)), replay(packed))
-        tiles = torch.nn.functional.pad(weight, (0, 56, 0, 124)).unfold(0, tile_rows, tile_rows).unfold(1, 64, 64)
-        assert stats.densest_tile == int((tiles != 0).sum((2, 3)).max())
+    stats = PackStats()
+    for _, _, found in pack_stripes(weight):
+        stats.add(found)
+    packed = pack(weight)
+    assert (stats.nonzeros, stats.wavefronts) == (int(torch.count_nonzero(weight)), replay(packed))
+    tiles = torch.nn.functional.pad(weight, (0, 56, 0, 124)).unfold(0, 128, 128).unfold(1, 64, 64)
+    assert stats.densest_tile == int((tiles != 0).sum((2, 3)).max())
 
 
 def test_uneven_banks_and_columns_keep_every_element():
@@ -168,10 +166,9 @@ def test_uneven_banks_and_columns_keep_every_element():
         weight = random_weight(128, 128, 0.3, seed=seed)
         weight[:, torch.rand(128, generator=generator) < 0.6] = 0  # whole columns: some banks stay empty
         weight[torch.rand(128, generator=generator) < 0.5] = 0
-        for tile_rows in (64, 128):
-            packed = pack(weight, tile_rows)
-            assert torch.equal(bits(unpack(packed)), bits(weight))
-            assert check(packed)[0] == []
+        packed = pack(weight)
+        assert torch.equal(bits(unpack(packed)), bits(weight))
+        assert check(packed)[0] == []
 
 
 def test_window_serves_both_tensor_core_paths():
@@ -189,10 +186,10 @@ def test_window_serves_both_tensor_core_paths():
 
 def corrupted(change):
     weight = random_weight(100, 100, 0.6)
-    packed = pack(weight, 64)
+    packed = pack(weight)
     words, offsets = packed.words.clone(), packed.offsets.clone()
     change(words, offsets)
-    return check(TiledCSL(words, offsets, 100, 100, 64, torch.bfloat16))[0]
+    return check(TiledCSL(words, offsets, 100, 100, torch.bfloat16))[0]
 
 
 def set_word(value):
@@ -205,8 +202,8 @@ def set_word(value):
 @pytest.mark.parametrize(
     "change,finding",
     [
-        (set_word(0x3F80 | 0x2081 << 16), "neither an item nor padding"),
-        (set_word(0x3F80 | 0x2000 << 16), "neither an item nor padding"),
+        (set_word(0x3F80 | 0x4081 << 16), "neither an item nor padding"),
+        (set_word(0x3F80 | 0x4000 << 16), "neither an item nor padding"),
         (set_word(0x3F80 | 0x0003 << 16), "odd offset"),
         (set_word(0x0004 << 16), "stores a zero"),
         (set_word(0x7F80 | 0x0004 << 16), "not finite"),
@@ -222,25 +219,25 @@ def test_check_names_every_defect(change, finding):
 
 
 def test_check_finds_items_outside_the_weight():
-    packed = pack(random_weight(128, 64, 0.5), 64)
-    problems = check(TiledCSL(packed.words, packed.offsets, 100, 40, 64, torch.bfloat16))[0]
+    packed = pack(random_weight(128, 64, 0.5))
+    problems = check(TiledCSL(packed.words, packed.offsets, 100, 40, torch.bfloat16))[0]
     assert any("lies outside 100 x 40" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        [0, 4, 64, 0, 0],
-        [4, 4, 32, 0, 0],
-        [4, 4, 64, 2, 0],
-        [4, 4, 64, -1, 0],
-        [4, 4, 64, 0, 7],
-        [4, 4, 64, 0],
-        [400, 4, 64, 0, 0],
+        [0, 4, 128, 0, 0],
+        [4, 4, 64, 0, 0],
+        [4, 4, 128, 2, 0],
+        [4, 4, 128, -1, 0],
+        [4, 4, 128, 0, 7],
+        [4, 4, 128, 0],
+        [400, 4, 128, 0, 0],
     ],
 )
 def test_layout_out_of_range_is_refused(layout):
-    packed = pack(random_weight(4, 4, 0.5), 64)
+    packed = pack(random_weight(4, 4, 0.5))
     with pytest.raises(TilepressError, match="w"):
         tiled_csl.from_parts(packed.words, packed.offsets, torch.tensor(layout, dtype=torch.int32), "w")
 

@@ -120,7 +120,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t.__setitem__("model.layers.9.extra.weight", torch.ones(3)), "1 unexpected tensors"),
         (lambda t: t.__setitem__("model.norm.weight", torch.ones(3, dtype=torch.bfloat16)), "mismatch"),
         (
-            lambda t: t.__setitem__(UP + "_layout", torch.tensor([768, 300, 64, 0, 0], dtype=torch.int32)),
+            lambda t: t.__setitem__(UP + "_layout", torch.tensor([768, 300, 128, 0, 0], dtype=torch.int32)),
             "expected int32",
         ),
         (lambda t: t[UP + "_offsets"].__setitem__(3, 8000), "offsets"),

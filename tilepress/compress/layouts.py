@@ -83,7 +83,7 @@ class TiledCSLLayout:
     name = "tiled-csl"
 
     def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        tiles = tiled_csl.num_tiles(target.rows, target.cols, 64)
+        tiles = tiled_csl.num_tiles(target.rows, target.cols)
         most = (target.elements + 31 * tiles, tiles + 1, 5)
         return [
             PlannedTensor(target.name + suffix, torch.int32, n)
@@ -91,7 +91,7 @@ class TiledCSLLayout:
         ]
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
-        tiles = tiled_csl.num_tiles(target.rows, target.cols, tiled_csl.TILE_ROWS)
+        tiles = tiled_csl.num_tiles(target.rows, target.cols)
         return int(4 * (target.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
 
     def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledCSL":
@@ -114,13 +114,13 @@ class _TiledCSL:
         sizes, stats = [], tiled_csl.PackStats()
 
         def stripes() -> Iterator[Tensor]:
-            for words, counts, found in tiled_csl.pack_stripes(made.weight, tiled_csl.TILE_ROWS, target.name):
+            for words, counts, found in tiled_csl.pack_stripes(made.weight, target.name):
                 sizes.append(counts.cpu())
                 stats.add(found)
                 yield words
 
         nbytes = add(name, (-1,), stripes())
-        shape = (target.rows, target.cols, tiled_csl.TILE_ROWS, made.weight.dtype, target.transposed)
+        shape = (target.rows, target.cols, made.weight.dtype, target.transposed)
         parts = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
         self.beside = {name + suffix: part for suffix, part in zip(tiled_csl.SUFFIXES[1:], parts, strict=True)}
         self.record = tiled_csl.record(*shape, stats) | {"bytes": nbytes} | made.record

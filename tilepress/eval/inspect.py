@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilepress.formats import dtype_name
+from tilepress.formats import dtype_name, tiled_csl
 from tilepress.formats.checkpoint import Checkpoint
 
 
@@ -56,7 +56,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         else:
             form = checkpoint.form(weight)
             shape, dtype = (form.rows, form.cols), dtype_name(form.dtype)
-            tile = 64 * checkpoint.packed_shape(weight).tile_rows if weight.layout == "tiled-csl" else None
+            tile = tiled_csl.WINDOW if weight.layout == "tiled-csl" else None
         nonzeros = record.get("nonzeros")
         rows.append(
             WeightRow(

@@ -1,6 +1,7 @@
 """Benchmarks of the CUDA kernels, as `tilepress eval kernels` runs them: CUDA graphs of many launches, whose inputs rotate through more than
 twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run."""
 
+import itertools
 import math
 import os
 import statistics
@@ -16,9 +17,12 @@ from tilepress.formats import TilepressError, UsageError, dtype_name, tiled_csl
 from tilepress.kernels import read_bandwidth, tiled_csl_spmm
 
 SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096), (28672, 8192), (36864, 9216))
-COLUMNS = (1, 8, 16, 32, 64)
+COLUMNS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
+DTYPES = (torch.float16, torch.bfloat16)
 _ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
+_ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of one element, relative to it
+_SUMMING = 2**-16  # of one element, relative to the sum of its products' magnitudes
 _REPLAYS = 15
 _GRAPH_US = 2000  # of work in a graph, at least
 
@@ -101,17 +105,18 @@ def dense_us(x: Tensor, weight: Tensor) -> float:
     return min(time_us(call, copies, guess)[0] for call in calls)
 
 
-def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[str], None]) -> dict:
-    """Rows for each shape [M, K] of W, columns N of y and sparsity. Raises UsageError without a card that the kernel runs on, TilepressError
-    for a result that is wrong."""
+def spmm(shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
+    """Rows for each dtype, shape [M, K] of W, sparsity and columns N of y. Raises UsageError where no CUDA kernel runs, TilepressError for a
+    result that is wrong."""
+    if wrong := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise UsageError(f"kernels do not multiply {wrong[0]}", "choose of float16 and bfloat16")
     if not torch.cuda.is_available():
         raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
-    for n in columns:
-        path = tiled_csl_spmm.path(torch.device("cuda", 0), dtype, dtype, n)
-        if not path.startswith("tiled_csl_spmm kernel"):
-            raise UsageError(f"on this card N = {n} is served by {path}", "only the kernel is timed")
+    path = tiled_csl_spmm.path(torch.device("cuda", 0), torch.float16, torch.float16)
+    if "reference" in path:
+        raise UsageError(f"on this card runs the {path}", "only kernels are timed")
     facts, bandwidth, rows = environment(), read_gbps(), []
-    for m, k in shapes:
+    for dtype, (m, k) in itertools.product(dtypes, shapes):
         weight = sparse_weight(m, k, 0.0, dtype)
         xs = {n: torch.randn(n, k, dtype=dtype, device="cuda") for n in columns}
         dense = {n: dense_us(x, weight) for n, x in xs.items()}
@@ -119,9 +124,9 @@ def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[st
             weight = sparse_weight(m, k, sparsity, dtype)
             packed = tiled_csl.pack(weight)
             for n, x in xs.items():
-                progress(f"{m} x {k}, N = {n}, {sparsity:.0%}")
-                row = _spmm_row(x, weight, packed, dense[n])
-                rows.append({"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity} | row | {"path": path})
+                progress(f"{dtype_name(dtype)}, {m} x {k}, N = {n}, {sparsity:.0%}")
+                row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity}
+                rows.append(row | _spmm_row(x, weight, packed, dense[n]))
                 rows[-1]["share_of_read"] = rows[-1]["gbps"] / bandwidth
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
@@ -129,24 +134,16 @@ def spmm(shapes, columns, sparsities, dtype: torch.dtype, progress: Callable[[st
 def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: float) -> dict:
     copies = copies_of(packed.words.nbytes)
     inputs = [(packed.words.clone(), packed.offsets.clone()) for _ in range(copies)]
-    shape = (packed.rows, packed.tile_rows, packed.dtype)
-    cuts = tiled_csl_spmm.make_cuts(
-        packed.offsets, packed.rows, packed.cols, packed.tile_rows, tiled_csl_spmm.blocks(x.device)
-    )
+    shape = (packed.rows, packed.dtype)
+    cuts = tiled_csl_spmm.make_cuts(packed.offsets, tiled_csl_spmm.blocks(x.device))
 
     def launch(i: int) -> Tensor:
         return torch.ops.tilepress.tiled_csl_spmm(x, *inputs[i], cuts, None, *shape)
 
     poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
     del poison  # the memory that the result will most likely get
-    y = launch(0)
-    expected = x.double() @ weight.double().t()
-    error = float((y.double() - expected).norm() / expected.norm())
-    if not error < _ERROR[x.dtype]:
-        raise TilepressError(
-            f"{packed.rows} x {packed.cols}, N = {x.shape[0]}: the relative error is {error}", "the kernel is wrong"
-        )
-    nbytes = packed.words.nbytes + packed.offsets.nbytes + x.nbytes + y.nbytes
+    error = _error(launch(0), x, weight)
+    nbytes = packed.words.nbytes + packed.offsets.nbytes + x.nbytes + x.shape[0] * packed.rows * x.element_size()
     us, spread = time_us(launch, copies, us_dense)
     return {
         "layout": "tiled-csl",
@@ -158,4 +155,17 @@ def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: f
         "bytes": nbytes,
         "gbps": nbytes / us / 1000,
         "rel_err": error,
+        "path": tiled_csl_spmm.path(x.device, x.dtype, packed.dtype, x.shape[0]),
     }
+
+
+def _error(y: Tensor, x: Tensor, weight: Tensor) -> float:
+    """Of y relative to the product in float64. Raises TilepressError where it is too large, in all or in one element."""
+    expected = x.double() @ weight.double().t()
+    error = float((y.double() - expected).norm() / expected.norm())
+    allowed = _ROUNDING[y.dtype] * expected.abs() + _SUMMING * (x.double().abs() @ weight.double().abs().t())
+    wrong = ~((y.double() - expected).abs() <= allowed)
+    if not error < _ERROR[y.dtype] or bool(wrong.any()):
+        at = f"{weight.shape[0]} x {weight.shape[1]}, N = {x.shape[0]}"
+        raise TilepressError(f"{at}: the relative error is {error}, {int(wrong.sum())} elements are wrong")
+    return error

@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> dict:
             f"{MANIFEST_NAME} has format version {version!r}, this tilepress reads {FORMAT_VERSION}",
             "upgrade tilepress",
         )
-    numbers = {"bytes", "nonzeros", "zeros", "densest_tile", "wavefronts", "tile_rows"}
+    numbers = {"bytes", "nonzeros", "zeros", "densest_tile", "wavefronts"}
     for key, kind in (("settings", dict), ("source", dict), ("files", list), ("tensors", list), ("left_alone", list)):
         if not isinstance(manifest.get(key), kind):
             raise TilepressError(
@@ -355,7 +355,7 @@ class Checkpoint:
             return int8.examine(weight.name, {entry.name: self.read(entry.name) for entry in weight.entries})
         packed = self.packed(weight)
         problems, stats = tiled_csl.check(packed)
-        shape = (packed.rows, packed.cols, packed.tile_rows, packed.dtype, packed.transposed)
+        shape = (packed.rows, packed.cols, packed.dtype, packed.transposed)
         return tiled_csl.record(*shape, stats), problems
 
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:

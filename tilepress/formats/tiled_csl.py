@@ -4,9 +4,9 @@ The kernel loads a tile's words and scatters their values into a dense window in
 dense", Flash-LLM, VLDB 2024). `docs/format.md` is the specification with the drawing; in short:
 
     word    value (16 bits, low) | byte offset of the value in the window (high)
-    window  tile_rows rows of 128 bytes (64 columns); the 16-byte chunk of columns 8j..8j+7 of row r stands at chunk j ^ (r % 8)
+    window  128 rows of 128 bytes (64 columns); the 16-byte chunk of columns 8j..8j+7 of row r stands at chunk j ^ (r % 8)
     padding value 0, offset behind the window (one of 32 words, one a bank)
-    tiles   64 or 128 rows x 64 columns; 128-row blocks, then column blocks, then the two 64-row halves
+    tiles   128 rows x 64 columns; row blocks, then column blocks
     offsets first word of each tile and the end of the last, in units of 4 words (16 bytes)
 
 One window serves every batch size: it is at once the 128-byte-swizzled K-major operand that wgmma reads and, with the rows of
@@ -25,9 +25,8 @@ from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
 
 SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
-BLOCK_ROWS = 128  # rows of a row block: the unit of tile order, and of work for a kernel
-TILE_COLS = 64
-TILE_ROWS = 128  # what is written: the taller a tile, the more evenly its banks are filled
+TILE_ROWS, TILE_COLS = 128, 64  # the taller a tile, the more evenly its banks are filled
+WINDOW = TILE_ROWS * TILE_COLS  # elements
 DUMP = 2 * BANKS  # elements behind a window that padding hits
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 _CHUNK_ELEMENTS = 1 << 20  # elements ordered at once: small enough for the cache, large enough to hide Python
@@ -41,20 +40,19 @@ class TiledCSL:
     offsets: Tensor  # int32 [tiles + 1], in 16 bytes
     rows: int
     cols: int
-    tile_rows: int  # 64 or 128
     dtype: torch.dtype  # of the values: bfloat16 or float16
     transposed: bool = False  # the checkpoint without us stores [cols, rows], as Conv1D does
 
     def layout(self) -> Tensor:
-        """The fields that are not tensors, as stored: int32 [5] (rows, cols, tile_rows, index of the dtype, transposed)."""
-        return layout_tensor(self.rows, self.cols, self.tile_rows, self.dtype, self.transposed)
+        """The fields that are not tensors, as stored: int32 [5] (rows, cols, 128, index of the dtype, transposed)."""
+        return layout_tensor(self.rows, self.cols, self.dtype, self.transposed)
 
     def to(self, device: torch.device | str) -> "TiledCSL":
         return replace(self, words=self.words.to(device), offsets=self.offsets.to(device))
 
 
-def layout_tensor(rows: int, cols: int, tile_rows: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    return torch.tensor([rows, cols, tile_rows, VALUE_DTYPES.index(dtype), int(transposed)], dtype=torch.int32)
+def layout_tensor(rows: int, cols: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+    return torch.tensor([rows, cols, TILE_ROWS, VALUE_DTYPES.index(dtype), int(transposed)], dtype=torch.int32)
 
 
 def from_parts(words: Tensor, offsets: Tensor, layout: Tensor, name: str = "weight") -> TiledCSL:
@@ -68,14 +66,14 @@ def from_parts(words: Tensor, offsets: Tensor, layout: Tensor, name: str = "weig
     if (
         rows < 1
         or cols < 1
-        or tile_rows not in (64, 128)
+        or tile_rows != TILE_ROWS
         or dtype not in range(len(VALUE_DTYPES))
         or transposed not in (0, 1)
     ):
         raise TilepressError(
             f"{name}: layout (rows, cols, tile_rows, dtype, transposed) = {layout.tolist()} is out of range"
         )
-    tiles = num_tiles(rows, cols, tile_rows)
+    tiles = num_tiles(rows, cols)
     if offsets.dtype != torch.int32 or offsets.shape != (tiles + 1,):
         raise TilepressError(
             f"{name}: {list(offsets.shape)} offsets of {offsets.dtype}, expected int32 [{tiles + 1}] for {rows} x {cols}"
@@ -84,7 +82,7 @@ def from_parts(words: Tensor, offsets: Tensor, layout: Tensor, name: str = "weig
         raise TilepressError(
             f"{name}: words are {words.dtype} {list(words.shape)}, expected int32 [a multiple of {BANKS}]"
         )
-    return TiledCSL(words, offsets, rows, cols, tile_rows, VALUE_DTYPES[dtype], bool(transposed))
+    return TiledCSL(words, offsets, rows, cols, VALUE_DTYPES[dtype], bool(transposed))
 
 
 @dataclass
@@ -106,26 +104,26 @@ class PackStats:
         return 32 * self.wavefronts / self.nonzeros if self.nonzeros else 0.0
 
 
-def record(rows: int, cols: int, tile_rows: int, dtype: torch.dtype, transposed: bool, stats: PackStats) -> dict:
+def record(rows: int, cols: int, dtype: torch.dtype, transposed: bool, stats: PackStats) -> dict:
     """What a manifest says of a packed weight."""
-    described = {"shape": [rows, cols], "dtype": dtype_name(dtype), "tile_rows": tile_rows}
+    described = {"shape": [rows, cols], "dtype": dtype_name(dtype)}
     described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "wavefronts": stats.wavefronts}
     return described | ({"transposed": True} if transposed else {})
 
 
-def num_tiles(rows: int, cols: int, tile_rows: int) -> int:
-    return -(-rows // BLOCK_ROWS) * (BLOCK_ROWS // tile_rows) * -(-cols // TILE_COLS)
+def num_tiles(rows: int, cols: int) -> int:
+    return -(-rows // TILE_ROWS) * -(-cols // TILE_COLS)
 
 
-def pack(weight: Tensor, tile_rows: int = TILE_ROWS, name: str = "weight") -> TiledCSL:
+def pack(weight: Tensor, name: str = "weight") -> TiledCSL:
     """Packs a bfloat16 or float16 weight [rows, cols] on its device.
 
     Raises TilepressError naming `name` for another dtype or a non-finite value.
     """
-    stripes = list(pack_stripes(weight, tile_rows, name))
+    stripes = list(pack_stripes(weight, name))
     sizes = torch.cat([sizes for _, sizes, _ in stripes])
     return TiledCSL(
-        torch.cat([words for words, _, _ in stripes]), offsets_from_sizes(sizes), *weight.shape, tile_rows, weight.dtype
+        torch.cat([words for words, _, _ in stripes]), offsets_from_sizes(sizes), *weight.shape, weight.dtype
     )
 
 
@@ -137,18 +135,16 @@ def offsets_from_sizes(sizes: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
 
-def pack_stripes(weight: Tensor, tile_rows: int, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
+def pack_stripes(weight: Tensor, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
     """Packs a few row blocks at a time, in file order: yields (words, words per tile, statistics), so that memory stays small."""
     if weight.dtype not in VALUE_DTYPES or weight.dim() != 2:
         raise TilepressError(
             f"{name}: Tiled-CSL stores 2-D bfloat16 or float16 weights, not {weight.dtype} {list(weight.shape)}",
             "convert it first: --dtype bfloat16, or leave it dense: --ignore " + name,
         )
-    if tile_rows not in (64, 128):
-        raise ValueError(f"tile_rows must be 64 or 128, got {tile_rows}")
     rows, cols = weight.shape
     wide = -(-cols // TILE_COLS) * TILE_COLS
-    step = max(1, _CHUNK_ELEMENTS * (16 if weight.is_cuda else 1) // (BLOCK_ROWS * wide)) * BLOCK_ROWS
+    step = max(1, _CHUNK_ELEMENTS * (16 if weight.is_cuda else 1) // (TILE_ROWS * wide)) * TILE_ROWS
     for first in range(0, rows, step):
         stripe = weight[first : first + step]
         stripe = stripe.contiguous()
@@ -158,10 +154,10 @@ def pack_stripes(weight: Tensor, tile_rows: int, name: str = "weight") -> Iterat
                 f"{name} has a non-finite value at [{first + bad[0]}, {bad[1]}]",
                 "the checkpoint is damaged, or overflowed when it was converted to this dtype",
             )
-        tall = -(-stripe.shape[0] // BLOCK_ROWS) * BLOCK_ROWS
+        tall = -(-stripe.shape[0] // TILE_ROWS) * TILE_ROWS
         if stripe.shape != (tall, wide):
             stripe = torch.nn.functional.pad(stripe, (0, wide - cols, 0, tall - stripe.shape[0]))
-        yield _pack_tiles(_to_windows(stripe, tile_rows))
+        yield _pack_tiles(_to_windows(stripe))
 
 
 def _infinity(dtype: torch.dtype) -> int:
@@ -174,21 +170,20 @@ def _chunk_of_row(device: torch.device) -> Tensor:
     return eight[:, None] ^ eight[None]
 
 
-def _to_windows(stripe: Tensor, tile_rows: int) -> Tensor:
-    """Dense [128 a, 64 b] -> windows as int32 [tiles, tile_rows, 32]: two neighbouring columns are one word, one bank."""
+def _to_windows(stripe: Tensor) -> Tensor:
+    """Dense [128 a, 64 b] -> windows as int32 [tiles, 128, 32]: two neighbouring columns are one word, one bank."""
     rows, cols = stripe.shape
-    blocks, kb, halves = rows // BLOCK_ROWS, cols // TILE_COLS, BLOCK_ROWS // tile_rows
-    chunks = stripe.view(torch.int32).view(blocks, halves, tile_rows // 8, 8, kb, 8, 4)
-    chunks = chunks.permute(0, 4, 1, 2, 3, 5, 6)
+    chunks = stripe.view(torch.int32).view(rows // TILE_ROWS, TILE_ROWS // 8, 8, cols // TILE_COLS, 8, 4)
+    chunks = chunks.permute(0, 3, 1, 2, 4, 5)
     eight = torch.arange(8, device=stripe.device)[:, None]
-    return chunks[:, :, :, :, eight, _chunk_of_row(stripe.device)].reshape(-1, tile_rows, BANKS)
+    return chunks[:, :, :, eight, _chunk_of_row(stripe.device)].reshape(-1, TILE_ROWS, BANKS)
 
 
 def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
-    """int32 [T, tile_rows, 32] -> (words, words per tile int32 [T], statistics)."""
-    tiles, tile_rows, _ = windows.shape
+    """int32 [T, 128, 32] -> (words, words per tile int32 [T], statistics)."""
+    tiles = len(windows)
     device = windows.device
-    banks = windows.transpose(1, 2).contiguous()  # [T, 32, tile_rows]
+    banks = windows.transpose(1, 2).contiguous()  # [T, 32, 128]
     low, high = banks & 0xFFFF, (banks >> 16) & 0xFFFF
     pair, single = (low != 0) & (high != 0), (low != 0) ^ (high != 0)
     pairs, singles = pair.sum(2, dtype=torch.int32), single.sum(2, dtype=torch.int32)
@@ -216,10 +211,10 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
     def ones(at: Tensor) -> Tensor:
         return torch.ones(at.numel(), dtype=torch.int16, device=device)
 
-    shift = tile_rows.bit_length() - 1
+    shift = TILE_ROWS.bit_length() - 1
 
     def offset_bits(index: Tensor, at: Tensor) -> Tensor:
-        return ((index & (tile_rows - 1)) << 23) | ((at & (BANKS - 1)) << 18)
+        return ((index & (TILE_ROWS - 1)) << 23) | ((at & (BANKS - 1)) << 18)
 
     index = pair.view(-1).nonzero().squeeze(1).to(torch.int32)
     at = index >> shift
@@ -249,7 +244,7 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
     if at.numel() > 1:  # padding of one bank is one word: a step pays for it once
         order = torch.argsort(cell, stable=True)
         first_of_word[order[1:]] = (cell[order][1:] != cell[order][:-1]).to(torch.int16)
-    put(at, word, step, (tile_rows << 23) | ((at & (BANKS - 1)) << 18), first_of_word)
+    put(at, word, step, (TILE_ROWS << 23) | ((at & (BANKS - 1)) << 18), first_of_word)
 
     nonzeros = (singles + 2 * pairs).sum(1)
     stats = PackStats(
@@ -260,23 +255,23 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
 
 def unpack(packed: TiledCSL) -> Tensor:
     """The dense weight [rows, cols] on the words' device; allocates it and one buffer of its size."""
-    rows, cols, tile_rows = packed.rows, packed.cols, packed.tile_rows
+    rows, cols = packed.rows, packed.cols
     out = torch.empty(rows, cols, dtype=torch.int16, device=packed.words.device)
     ends = packed.offsets.tolist()
-    per_block = (BLOCK_ROWS // tile_rows) * -(-cols // TILE_COLS)
-    blocks = max(1, _CHUNK_ELEMENTS * (64 if packed.words.is_cuda else 4) // (per_block * tile_rows * TILE_COLS))
+    per_block = -(-cols // TILE_COLS)
+    blocks = max(1, _CHUNK_ELEMENTS * (64 if packed.words.is_cuda else 4) // (per_block * WINDOW))
     for first in range(0, len(ends) - 1, blocks * per_block):
         last = min(first + blocks * per_block, len(ends) - 1)
         words = packed.words[4 * ends[first] : 4 * ends[last]]
-        top = first // per_block * BLOCK_ROWS
-        stripe = _from_windows(_scatter(words, packed.offsets[first : last + 1], tile_rows), cols)
+        top = first // per_block * TILE_ROWS
+        stripe = _from_windows(_scatter(words, packed.offsets[first : last + 1]), cols)
         out[top : top + stripe.shape[0]] = stripe[: rows - top, :cols]
     return out.view(packed.dtype)
 
 
-def _scatter(words: Tensor, offsets: Tensor, tile_rows: int) -> Tensor:
-    """Words of whole tiles -> windows int16 [T, tile_rows * 64]; padding falls behind each window and is cut off."""
-    stride = tile_rows * TILE_COLS + DUMP
+def _scatter(words: Tensor, offsets: Tensor) -> Tensor:
+    """Words of whole tiles -> windows int16 [T, 128 * 64]; padding falls behind each window and is cut off."""
+    stride = WINDOW + DUMP
     tiles = offsets.numel() - 1
     start = torch.arange(0, tiles * stride, stride, dtype=torch.int32, device=words.device)
     start = start.repeat_interleave((offsets[1:] - offsets[:-1]) * 4, output_size=words.numel())
@@ -286,14 +281,12 @@ def _scatter(words: Tensor, offsets: Tensor, tile_rows: int) -> Tensor:
 
 
 def _from_windows(windows: Tensor, cols: int) -> Tensor:
-    tile_rows = windows.shape[1] // TILE_COLS
     kb = -(-cols // TILE_COLS)
-    halves = BLOCK_ROWS // tile_rows
-    chunks = windows.reshape(-1, kb, halves, tile_rows // 8, 8, 8, 8).view(torch.int64)
-    chunks = chunks.permute(0, 2, 3, 4, 1, 5, 6)  # block, half, group of 8 rows, row, column block, chunk, 8 bytes
+    chunks = windows.reshape(-1, kb, TILE_ROWS // 8, 8, 8, 8).view(torch.int64)
+    chunks = chunks.permute(0, 2, 3, 1, 4, 5)  # block, group of 8 rows, row, column block, chunk, 8 bytes
     out = torch.empty(chunks.shape, dtype=torch.int64, device=windows.device)
     for row, order in enumerate(_chunk_of_row(windows.device)):
-        out[:, :, :, row] = chunks[:, :, :, row].index_select(4, order)
+        out[:, :, row] = chunks[:, :, row].index_select(3, order)
     return out.view(torch.int16).view(-1, kb * TILE_COLS)
 
 
@@ -317,7 +310,7 @@ def check_bounds(packed: TiledCSL) -> str | None:
     problem = check_offsets(packed.offsets, packed.words.numel())
     if problem or not packed.words.numel():
         return problem
-    window = packed.tile_rows * 128
+    window = 2 * WINDOW
     for words in packed.words.split(_CHUNK_ELEMENTS * 8):
         offset = (words >> 16) & 0xFFFF
         outside = (offset >= window) & (((words & 0xFFFF) != 0) | (offset >= window + 4 * BANKS))
@@ -332,9 +325,8 @@ def check(packed: TiledCSL) -> tuple[list[str], PackStats]:
     if problem:
         return [problem], PackStats()
     stats, problems = PackStats(), []
-    halves, kb = BLOCK_ROWS // packed.tile_rows, -(-packed.cols // TILE_COLS)
-    window, tiles = packed.tile_rows * 128, packed.offsets.numel() - 1
-    chunk = max(1, _CHUNK_ELEMENTS // (packed.tile_rows * TILE_COLS))
+    kb, window, tiles = -(-packed.cols // TILE_COLS), 2 * WINDOW, packed.offsets.numel() - 1
+    chunk = max(1, _CHUNK_ELEMENTS // WINDOW)
     for first in range(0, tiles, chunk):
         offsets = packed.offsets[first : first + chunk + 1]
         words = packed.words[4 * int(offsets[0]) : 4 * int(offsets[-1])]
@@ -346,8 +338,8 @@ def check(packed: TiledCSL) -> tuple[list[str], PackStats]:
         padding = (value == 0) & (offset >= window) & (offset < window + 4 * BANKS) & (offset % 4 == 0)
         row, chunk_col = offset >> 7, ((offset >> 4) & 7) ^ ((offset >> 7) & 7)
         number = first + tile
-        row = number // (halves * kb) * BLOCK_ROWS + number % halves * packed.tile_rows + row
-        col = number // halves % kb * TILE_COLS + chunk_col * 8 + (offset >> 1 & 7)
+        row = number // kb * TILE_ROWS + row
+        col = number % kb * TILE_COLS + chunk_col * 8 + (offset >> 1 & 7)
         exponent = _infinity(packed.dtype)
         for what, bad in (
             ("is neither an item nor padding", ~item & ~padding),

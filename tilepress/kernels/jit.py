@@ -11,6 +11,7 @@ objects, and can be captured in CUDA graphs.
 import ctypes
 import functools
 import os
+import struct
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -136,16 +137,19 @@ def _bind_context(device: int) -> None:
 
 
 class _Launch:
-    """One thread's memory for the launches of one kernel."""
+    """One thread's memory for the launches of one kernel, laid out for the arguments of the first one."""
 
-    def __init__(self, count: int, overlaps: bool):
+    def __init__(self, kernel: "Kernel", args: tuple):
+        count = len(args)
+        self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
         self.values = (ctypes.c_ulonglong * count)()
         start = ctypes.addressof(self.values)
-        self.own = tuple(start + 8 * i for i in range(count))
-        self.pointers = (ctypes.c_void_p * count)(*self.own)
-        self.config = _Config(block=(0, 1, 1), grid=(0, 1, 1))
-        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), int(overlaps)
-        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
+        self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
+        self.config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
+        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), int(kernel.overlaps)
+        self.pack = functools.partial(struct.Struct(f"{count}Q").pack_into, self.values, 0)
+        self.go = functools.partial(_driver().cuLaunchKernelEx, ctypes.addressof(self.config))
+        self.all_pointers = ctypes.addressof(self.pointers)
 
 
 @dataclass
@@ -165,7 +169,7 @@ class Kernel:
     _libraries: list = field(default_factory=list)
 
     def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap") -> None:
-        """Launches `grid` blocks on the device's current stream; arguments are integers (addresses too) and tensor maps, in order.
+        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses too) and tensor maps, in order.
 
         Raises TilepressError with the compiler's log, or naming the driver's error."""
         handle = self._handles.get(device.index)
@@ -174,21 +178,17 @@ class Kernel:
         launch = getattr(self._local, "launch", None)
         if launch is None:
             _bind_context(torch.cuda.current_device())
-            launch = self._local.launch = _Launch(len(args), self.overlaps)
-        for i, arg in enumerate(args):
-            if type(arg) is int:
-                launch.values[i] = arg
-                launch.pointers[i] = launch.own[i]
-            else:
-                launch.pointers[i] = arg.address
-        config = launch.config
-        config.grid[0], config.block[0], config.shared_bytes = grid, self.threads, self.shared_bytes
-        config.stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if torch.cuda.current_device() == device.index:
-            status = _driver().cuLaunchKernelEx(launch.addresses[0], handle, launch.addresses[1], None)
+            launch = self._local.launch = _Launch(self, args)
+        launch.pack(*args)
+        for i in launch.maps:
+            launch.pointers[i] = args[i].address
+        launch.config.grid[0] = grid
+        launch.config.stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if torch._C._cuda_getDevice() == device.index:
+            status = launch.go(handle, launch.all_pointers, None)
         else:
             with torch.cuda.device(device):
-                status = _driver().cuLaunchKernelEx(launch.addresses[0], handle, launch.addresses[1], None)
+                status = launch.go(handle, launch.all_pointers, None)
         if status:
             raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
 
@@ -222,6 +222,9 @@ class TensorMap:
     def __init__(self, value):
         self._value = value  # keeps the memory that `address` points to
         self.address = value.getPtr()
+
+    def __index__(self) -> int:  # among a launch's integers, where it is not read
+        return 0
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:

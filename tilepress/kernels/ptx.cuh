@@ -1,26 +1,22 @@
-// What the kernels need of PTX: shared memory by address, mbarriers, bulk copies, wgmma, programmatic launches. No header of CUDA's is needed.
+// What the kernels need of PTX: shared memory by address, mbarriers, TMA, wgmma, programmatic launches. No header of CUDA's is needed.
 // What sm_80 lacks is there only for sm_90a.
 typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
-__device__ __forceinline__ void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void sts_zero(u32 a) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(a), "r"(0) : "memory"); }
-__device__ __forceinline__ u32 lds32(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 __device__ __forceinline__ uint4 lds128(u32 a) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
   return v;
 }
-__device__ __forceinline__ void lds128_if(uint4& v, u32 a, bool ok) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a), "r"((u32)ok) : "memory");
-}
 __device__ __forceinline__ void sts16_if(u32 a, u32 v, bool ok) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(a), "h"((u16)v), "r"((u32)ok) : "memory");
 }
-__device__ __forceinline__ void never(bool is) {  // a use of a value that the compiler cannot drop: what comes later waits for it
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p trap;}" ::"r"((u32)is) : "memory");
+__device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  // of what is read once
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok));
 }
+__device__ __forceinline__ void stg64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ bool elect() {
   u32 is;
@@ -45,11 +41,8 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("
 __device__ __forceinline__ u64 load_acquire(const u64* p) { u64 v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ void store_release(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
-// Copies by the bulk copy engine; they complete on an mbarrier.
+// Copies of boxes by TMA; they complete on an mbarrier.
 struct __align__(64) TensorMap { u64 opaque[16]; };
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
-}
 __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int row, u32 bar) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
@@ -63,6 +56,9 @@ __device__ __forceinline__ u64 descriptor(u32 a) {  // K-major rows of 128 bytes
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// Registers of a thread, a multiple of 8, called by all of a warpgroup; 0 leaves them.
+template <int N> __device__ __forceinline__ void take_registers() { if constexpr (N > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void give_registers() { if constexpr (N > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // Programmatic dependent launch: the next kernel of the stream may start; wait until the one before is done and its writes are seen.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -70,10 +66,12 @@ __device__ __forceinline__ void wait_for_grid() { asm volatile("griddepcontrol.w
 #endif
 
 // 16-bit values
+// An 8 x 8 matrix, two values of row lane / 4 in each lane: transposed.
+__device__ __forceinline__ u32 transpose(u32 v) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
 #if BF16
-__device__ __forceinline__ u16 to_value(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
+__device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v << 16); }
 #else
-__device__ __forceinline__ u16 to_value(float v) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
+__device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float to_float(u16 v) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v)); return r; }
 #endif

@@ -8,36 +8,32 @@ from torch import Tensor
 from tilepress.formats import tiled_csl
 from tilepress.kernels import jit, library
 
-library.define(
-    "tiled_csl_decode(Tensor words, Tensor offsets, int rows, int cols, int tile_rows, ScalarType value_dtype) -> Tensor"
-)
+library.define("tiled_csl_decode(Tensor words, Tensor offsets, int rows, int cols, ScalarType value_dtype) -> Tensor")
 THREADS = 256
 
 
-def tiled_csl_decode_ref(
-    words: Tensor, offsets: Tensor, rows: int, cols: int, tile_rows: int, value_dtype: torch.dtype
-) -> Tensor:
-    """words int32, offsets int32 [tiles + 1] -> [rows, cols] of the values' dtype."""
-    return tiled_csl.unpack(tiled_csl.TiledCSL(words, offsets, rows, cols, tile_rows, value_dtype))
+def tiled_csl_decode_ref(words: Tensor, offsets: Tensor, rows: int, cols: int, value_dtype: torch.dtype) -> Tensor:
+    """words int32, offsets int32 [tiles + 1] -> [rows, cols] of the values' dtype. Offsets of some row blocks alone decode these."""
+    return tiled_csl.unpack(tiled_csl.TiledCSL(words, offsets, rows, cols, value_dtype))
 
 
-def source(tile_rows: int) -> str:
-    return jit.source("tiled_csl_decode.cu", TILE_ROWS=tile_rows, BF16=0)
+def source() -> str:
+    return jit.source("tiled_csl_decode.cu", BF16=0)
 
 
 @functools.cache
-def _kernel(tile_rows: int) -> jit.Kernel:
-    return jit.Kernel("tiled_csl_decode", source(tile_rows), THREADS)
+def _kernel() -> jit.Kernel:
+    return jit.Kernel("tiled_csl_decode", source(), THREADS)
 
 
-def _cuda(words: Tensor, offsets: Tensor, rows: int, cols: int, tile_rows: int, value_dtype: torch.dtype) -> Tensor:
+def _cuda(words: Tensor, offsets: Tensor, rows: int, cols: int, value_dtype: torch.dtype) -> Tensor:
     if jit.missing():
-        return tiled_csl_decode_ref(words, offsets, rows, cols, tile_rows, value_dtype)
+        return tiled_csl_decode_ref(words, offsets, rows, cols, value_dtype)
     out = torch.empty(rows, cols, dtype=value_dtype, device=words.device)
     k_blocks = -(-cols // 64)
     grid = -(-rows // 128) * k_blocks
     addresses = (words.data_ptr(), offsets.data_ptr(), out.data_ptr())
-    _kernel(tile_rows)(words.device, grid, *addresses, rows, cols, k_blocks)
+    _kernel()(words.device, grid, *addresses, rows, cols, k_blocks)
     return out
 
 
@@ -46,7 +42,7 @@ library.impl("tiled_csl_decode", _cuda, "CUDA")
 
 
 @torch.library.register_fake("tilepress::tiled_csl_decode")
-def _(words, offsets, rows, cols, tile_rows, value_dtype):
+def _(words, offsets, rows, cols, value_dtype):
     return words.new_empty(rows, cols, dtype=value_dtype)
 
 

@@ -1,73 +1,75 @@
 // y[n, M] = x[n, K] W[M, K]^T + bias, W in Tiled-CSL (formats/tiled_csl.py), on the tensor cores of sm_90a.
 //
-// Load as sparse, compute as dense. A block walks through units of 128 rows and 64 columns of W. Its warps have roles and hand over by mbarriers:
+// Load as sparse, compute as dense. A block walks through tiles of W, 128 rows and 64 columns each. Its warps have roles and hand over by mbarriers:
 //
-//   producers  words in global memory --bulk copy--> own ring --LDS, STS.U16--> dense window of a tile in the unit's slot
-//   loader     x in global memory --TMA--> the unit's slot
-//   consumers  one warpgroup: window, x --wgmma--> accumulators --> y
+//   producers  words in global memory --LDG--> registers --STS.U16--> dense window of a tile in shared memory
+//   loader     64 columns of x in global memory --TMA--> a slot in shared memory
+//   consumers  one or two warpgroups: window, x --wgmma--> accumulators --> y
 //   herald     tells other blocks that this one has left its part of a sum
 //
 // Windows are operands of wgmma as they are: 128-byte-swizzled, K-major; W's rows are m and x's are n, or, with SWAP, the other way round.
-// A window is emptied by storing zeros to where the last tile was scattered (UNSCATTER), or filled with zeros. TEAM warps share a window.
+// A window is emptied by storing zeros to where the last tile was scattered (UNSCATTER), or filled with zeros. TEAM warps share a window. With one
+// consumer x has a slot beside each window and is handed over with it; two consumers, for more columns of y, get x from slots of its own.
 //
-// A block takes an equal share of bytes: units cuts[b] .. cuts[b + 1], the last one first. So it begins with rows of which the next block has the
-// other part: it leaves its sums (float32) in `parts` and goes on; the next block comes to those rows at its end, adds the sums up in the order of
-// blocks, and writes y. Blocks wait only for blocks of lower numbers, and results do not depend on timing. `left` needs no preparation: a block has
-// left its part where it stands at `ticket`, a number that no other launch has.
+// W is walked through once for every NT columns of y. Of all these tiles a block takes cuts[b] .. cuts[b + 1], equal shares of bytes, or, without
+// cuts, of tiles; the last one first. So it begins with rows of which the next block has the other part: it leaves its sums (float32) in `parts` and
+// goes on; the next block comes to those rows at its end, adds the sums up in the order of blocks, and writes y. Blocks wait only for blocks of lower
+// numbers, and results do not depend on timing. `left` needs no preparation: a consumer has left its part where it stands at `ticket`, a number
+// that no other launch has.
 //
 // That they make progress rests on blocks being started in the order of their numbers. Words, offsets and cuts are read before earlier kernels of
 // the stream have ended: they must not be what the kernel just before writes. A block takes up to 227 KB of shared memory and, with its warps, all registers.
 //
-// Macros: TILE_ROWS 64 | 128; NT columns of y, 8 .. 64; SWAP 0 | 1 (NT 64, TILE_ROWS 128); WINDOWS, a multiple of the tiles of a unit; TEAM;
-// CHUNK bytes of a ring's stage; STAGES of a ring, 2; UNSCATTER 0 | 1; BF16 0 | 1. wgmma() comes from kernels/ptx.py.
+// Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
+// take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
+// as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns comes from kernels/ptx.py.
 
 #define ROWS 128
-#define TILE_BYTES (TILE_ROWS * 128)
+#define TILE_BYTES (ROWS * 128)
 #define WINDOW (TILE_BYTES + 1024)            // padding words fall behind the tile
-#define HALVES (128 / TILE_ROWS)
-#define TILES HALVES                          // of a unit
-#define SLOTS (WINDOWS / TILES)               // units in shared memory at once
 #if SWAP                                      // x is operand A, W's window B: one m64 x 128 accumulator
 #define M64 1
 #define ACC 64
 #else
-#define M64 2                                 // 64-row pieces of the rows
+#define M64 (2 / CONSUMERS)                   // 64-row pieces of a consumer's rows
 #define ACC (NT / 2)                          // registers of one
 #endif
+#define PIECES (NT > 192 ? 2 : 1)             // wgmma instructions for NT columns
+#define OWN_X (CONSUMERS > 1)                 // x has slots of its own
 #define X_BYTES (NT * 128)
 #define GROUPS (CHUNK / 512)
 #define CHUNK16 (CHUNK / 16)
-#define FIRST_PRODUCER 4
-#define PRODUCERS (WINDOWS * TEAM)
-#define WARPS (FIRST_PRODUCER + PRODUCERS + 2)
+#define FIRST_PRODUCER (4 * CONSUMERS)
+#define LOADER (FIRST_PRODUCER + WINDOWS * TEAM)
+#define WARPS (OWN_X ? (LOADER + 4) / 4 * 4 : LOADER + 2)      // whole warpgroups, or the herald
 #define X_AT (WINDOWS * WINDOW)
-#define RING_AT (X_AT + SLOTS * X_BYTES)
-#define BARS_AT (RING_AT + PRODUCERS * STAGES * CHUNK)
+#define BARS_AT (X_AT + X_SLOTS * X_BYTES)
+enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER + CONSUMERS };   // named barriers, the last two the first of several
 
-struct Run {  // a block's units
-  int begin, end, k_blocks;
+struct Run {  // a block's tiles, numbered through all passes over W
+  int begin, end, k_blocks, tiles_of_w;
 };
 
-struct Shared {  // addresses
-  u32 full, empty;            // of slots: all tiles and x are there | all consumers have read them
-  u32 ring_full;              // of the stages of the rings
-  u32 cuts;
+struct Bars {  // mbarriers, by address: of windows and of slots of x
+  u32 full, empty, x_full, x_empty;
 };
 
-// A producer's words: chunk after chunk of tile after tile into the stages of its ring. All lanes keep count.
+struct Chunk {  // 16-byte words of a tile, as many as a warp takes at once
+  int at, count; bool first, last;
+};
+
+// A producer's words: chunk after chunk of every WINDOWS-th tile. All lanes keep count.
 struct Stream {
   const uint4* words; const int* offsets;
-  u32 ring, full;
-  int tiles, first_unit, place, rank;                  // how many; unit of the first, its place there; rank in the team
-  int tile, at, end, stage;                            // what is copied next
+  int tiles, first_tile, tiles_of_w, rank;                  // how many; the first, counted down from there; rank in the team
+  int tile, at, end; bool first;                       // what comes next
   int begins, ends, later_begins, later_ends;          // of 32 tiles, one a lane, and of the 32 behind them
-  u32 counts;                                          // of the stages, 16 bits each: 16-byte words, and 1 << 15 with a tile's last
 
   __device__ void look_up(int from, int& begin, int& stop) {
-    const int t = from + threadIdx.x % 32, u = first_unit - t * SLOTS;
+    const int t = from + threadIdx.x % 32;
     begin = stop = 0;
     if (t < tiles) {
-      const int* o = offsets + u * HALVES + place;
+      const int* o = offsets + (first_tile - t * WINDOWS) % tiles_of_w;
       begin = __ldg(o); stop = __ldg(o + 1);
       const int share = (stop - begin + 32 * TEAM - 1) / (32 * TEAM) * 32;   // of each member of the team, in whole steps
       begin = min(begin + rank * share, stop); stop = min(begin + share, stop);
@@ -76,155 +78,168 @@ struct Stream {
   __device__ void start() {
     look_up(0, begins, ends);
     look_up(32, later_begins, later_ends);
-    tile = stage = 0; counts = 0;
+    tile = 0; first = true;
     at = __shfl_sync(~0u, begins, 0); end = __shfl_sync(~0u, ends, 0);
-    for (int i = 0; i < STAGES; ++i) copy();
   }
-  __device__ void copy() {
-    if (tile == tiles) return;
+  __device__ Chunk next() {
     const int count = min(end - at, CHUNK16);
-    const bool last = count == end - at;
-    if (elect()) {
-      expect(full + 8 * stage, count * 16);
-      if (count) bulk_copy(ring + stage * CHUNK, words + at, count * 16, full + 8 * stage);
-    }
-    counts = counts & ~(0xffffu << 16 * stage) | (count | last << 15) << 16 * stage;
+    const Chunk chunk = {at, count, first, count == end - at};
     at += count;
-    stage = (stage + 1) % STAGES;
-    if (last) {
+    first = chunk.last;
+    if (chunk.last) {
       if (++tile % 32 == 0) { begins = later_begins; ends = later_ends; look_up(tile + 32, later_begins, later_ends); }
       at = __shfl_sync(~0u, begins, tile % 32); end = __shfl_sync(~0u, ends, tile % 32);
     }
+    return chunk;
   }
 };
-
-__device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 slots, const Shared& bars) {
-  int slot = 0, k = (run.end - 1) % run.k_blocks;
-  u32 phase = 1;
-  for (int u = run.end; u > run.begin; --u) {
-    wait(bars.empty + 8 * slot, phase);
-    expect(bars.full + 8 * slot, X_BYTES);
-    tma_2d(slots + slot * X_BYTES, x, k * 64, 0, bars.full + 8 * slot);
-    k = k ? k - 1 : run.k_blocks - 1;
-    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
-  }
-}
 
 __device__ __forceinline__ void fill_with_zeros(u32 window, int lane, int rank, int team) {
 #pragma unroll
   for (int i = rank; i < TILE_BYTES / 512; i += team) sts_zero(window + (i * 32 + lane) * 16);
 }
 
-// Scatters every PRODUCERS-th tile of the run.
+// Scatters every WINDOWS-th tile of the run. While one chunk is scattered the next one is on its way.
 __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u32 empty, int team, int lane) {
-  const int tiles = stream.tiles;
-  int stage = 0; u32 phase = 0;
+  uint4 even[GROUPS], odd[GROUPS];
   int held = -1;            // 16-byte words of the last tile, whose places `hold` has; -1: it has not
   u32 hold[GROUPS][2];
-  stream.start();
-  fill_with_zeros(window, lane, stream.rank, TEAM);
-  for (int t = 0; t < tiles; ++t) {
-    bool first = true, last;
-    do {
-      wait(stream.full + 8 * stage, phase);
-      const int count = stream.counts >> 16 * stage & 0x7fff;
-      last = stream.counts >> 16 * stage & 0x8000;
-      uint4 q[GROUPS];
+  int t = 0;
+  const auto load = [&](uint4 (&q)[GROUPS], const Chunk& chunk) {
 #pragma unroll
-      for (int g = 0; g < GROUPS; ++g) lds128_if(q[g], stream.ring + stage * CHUNK + (g * 32 + lane) * 16, g * 32 + lane < count);
-      if (first) {
-        if (t) {
-          wait(empty, (t - 1) & 1);
-          if (UNSCATTER && held >= 0) {
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-              const bool ok = g * 32 + lane < held;
-              sts16_if(window + (hold[g][0] & 0xffff), 0, ok); sts16_if(window + (hold[g][0] >> 16), 0, ok);
-              sts16_if(window + (hold[g][1] & 0xffff), 0, ok); sts16_if(window + (hold[g][1] >> 16), 0, ok);
-            }
-          } else {
-            fill_with_zeros(window, lane, UNSCATTER ? 0 : stream.rank, UNSCATTER ? 1 : TEAM);
-          }
-        }
-        if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
-      }
-      // The stage can be written again once every lane has its words, not just asked for them. Offsets are even: bit 16 is never set.
-      u32 all = 0;
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) all |= g * 32 + lane < count ? q[g].w : 0;
-      never(all & 1 << 16);
-      __syncwarp();
-      stream.copy();
+    for (int g = 0; g < GROUPS; ++g) ldg128_if(q[g], stream.words + chunk.at + g * 32 + lane, g * 32 + lane < chunk.count);
+  };
+  const auto empty_window = [&] {
+    wait(empty, (t - 1) & 1);
+    if (UNSCATTER && held >= 0) {
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
-        const bool ok = g * 32 + lane < count;
-        sts16_if(window + (q[g].x >> 16), q[g].x, ok); sts16_if(window + (q[g].y >> 16), q[g].y, ok);
-        sts16_if(window + (q[g].z >> 16), q[g].z, ok); sts16_if(window + (q[g].w >> 16), q[g].w, ok);
+        const bool ok = g * 32 + lane < held;
+        sts16_if(window + (hold[g][0] & 0xffff), 0, ok); sts16_if(window + (hold[g][0] >> 16), 0, ok);
+        sts16_if(window + (hold[g][1] & 0xffff), 0, ok); sts16_if(window + (hold[g][1] >> 16), 0, ok);
       }
-      if (UNSCATTER) {
-        held = first && last ? count : -1;
+    } else {
+      fill_with_zeros(window, lane, UNSCATTER ? 0 : stream.rank, UNSCATTER ? 1 : TEAM);
+    }
+  };
+  stream.start();
+  Chunk now = stream.next();
+  load(even, now);
+  fill_with_zeros(window, lane, stream.rank, TEAM);
+  const auto step = [&](uint4 (&q)[GROUPS], uint4 (&ahead)[GROUPS]) {
+    const Chunk later = stream.next();                     // empty behind the last tile
+    load(ahead, later);
+    if (now.first) {
+      if (t) empty_window();
+      if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
+    }
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-          hold[g][0] = __byte_perm(q[g].x, q[g].y, 0x7632);
-          hold[g][1] = __byte_perm(q[g].z, q[g].w, 0x7632);
-        }
+    for (int g = 0; g < GROUPS; ++g) {
+      const bool ok = g * 32 + lane < now.count;
+      sts16_if(window + (q[g].x >> 16), q[g].x, ok); sts16_if(window + (q[g].y >> 16), q[g].y, ok);
+      sts16_if(window + (q[g].z >> 16), q[g].z, ok); sts16_if(window + (q[g].w >> 16), q[g].w, ok);
+    }
+    if (UNSCATTER) {
+      held = now.first && now.last ? now.count : -1;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        hold[g][0] = __byte_perm(q[g].x, q[g].y, 0x7632);
+        hold[g][1] = __byte_perm(q[g].z, q[g].w, 0x7632);
       }
-      first = false;
-      if (last) fence_async();
+    }
+    if (now.last) {
+      fence_async();
       __syncwarp();
-      if (last && elect()) arrive(full);
-      if (++stage == STAGES) { stage = 0; phase ^= 1; }
-    } while (!last);
+      if (elect()) arrive(full);
+      ++t;
+    }
+    now = later;
+  };
+  while (true) {
+    step(even, odd);
+    if (t == stream.tiles) break;
+    step(odd, even);
+    if (t == stream.tiles) break;
   }
 }
 
-__device__ __forceinline__ float4* part_of(float* parts, int block, int thread) {
-  return (float4*)parts + (u64)block * (M64 * ACC / 4 * 128) + thread;
+__device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 slots, const Bars& bars) {
+  int slot = 0;
+  u32 phase = 1;
+  for (int tile = run.end; tile-- > run.begin;) {
+    wait(bars.x_empty + 8 * slot, phase);
+    expect(bars.x_full + 8 * slot, X_BYTES);
+    tma_2d(slots + slot * X_BYTES, x, tile % run.k_blocks * 64, tile / run.tiles_of_w * NT, bars.x_full + 8 * slot);
+    if (++slot == X_SLOTS) { slot = 0; phase ^= 1; }
+  }
 }
 
+__device__ __forceinline__ float4* part_of(float* parts, int part, int thread) {
+  return (float4*)parts + (u64)part * (M64 * ACC / 4 * 128) + thread;
+}
+
+// Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in `high`: exchanged with the lane
+// beside it, each has 4 rows, 8 bytes.
+__device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 high, bool ok) {
+  const bool odd = threadIdx.x & 1;
+  const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1), first = odd ? other : low, second = odd ? high : other;
+  row += (threadIdx.x & 2) * 2 + odd * 8;
+  if (!ok) return;
+  if (m % 4 == 0) {
+    if (row < m) stg64(y + row, first, second);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (row + i < m) y[row + i] = (i < 2 ? first : second) >> 16 * (i % 2);
+  }
+}
+
+__device__ __forceinline__ float bias_of(const u16* bias, int row, int m) { return bias && row < m ? to_float(bias[row]) : 0.f; }
+
 __device__ __forceinline__ void write(float (&acc)[M64][ACC], int row0, const u16* bias, u16* y, int n, int m, int thread) {
+  const int lane = thread % 32;
 #if SWAP
   // Registers 4 i + {0, 1} are column lane / 4 of y, rows 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the column 8 further.
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
+  for (int i = 0; i < 16; i += 2) {
+    const int row = row0 + i * 8, mine = row + lane % 4 * 2;
+    const float b[4] = {bias_of(bias, mine, m), bias_of(bias, mine + 1, m), bias_of(bias, mine + 8, m), bias_of(bias, mine + 9, m)};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int row = row0 + i * 8 + thread % 4 * 2 + e % 2, col = thread / 32 * 16 + e / 2 * 8 + thread % 32 / 4;
-      if (row < m && col < n) y[(u64)col * m + row] = to_value(acc[0][4 * i + e] + (bias ? to_float(bias[row]) : 0.f));
+    for (int e = 0; e < 2; ++e) {
+      const float* a = acc[0] + 4 * i + 2 * e;
+      const int col = thread / 32 * 16 + e * 8 + lane / 4;
+      write_rows(y + (u64)col * m, row, m, to_values(a[0] + b[0], a[1] + b[1]), to_values(a[4] + b[2], a[5] + b[3]), col < n);
     }
+  }
 #else
   // Of an m64: registers 4 i + {0, 1} are row lane / 4, columns 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below.
 #pragma unroll
-  for (int h = 0; h < M64; ++h)
+  for (int h = 0; h < M64; ++h) {
+    const int row = row0 + h * 64 + thread / 32 * 16;
+    const float b = bias_of(bias, row + lane / 4, m), below = bias_of(bias, row + lane / 4 + 8, m);
 #pragma unroll
-    for (int low = 0; low < 2; ++low) {
-      const int row = row0 + h * 64 + thread / 32 * 16 + low * 8 + thread % 32 / 4;
-      if (row < m) {
-        const float b = bias ? to_float(bias[row]) : 0.f;
-#pragma unroll
-        for (int i = 0; i < NT / 8; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int col = i * 8 + thread % 4 * 2 + e;
-            if (col < n) y[(u64)col * m + row] = to_value(acc[h][4 * i + 2 * low + e] + b);
-          }
-      }
+    for (int i = 0; i < NT / 8; ++i) {
+      const float* a = acc[h] + 4 * i;
+      const int col = i * 8 + lane / 4;
+      write_rows(y + (u64)col * m, row, m, transpose(to_values(a[0] + b, a[1] + b)), transpose(to_values(a[2] + below, a[3] + below)), col < n);
     }
+  }
 #endif
 }
 
-// Adds what the blocks before this one have left of row block `rb`, as soon as they say so.
-__device__ __forceinline__ void add_parts(float (&acc)[M64][ACC], int rb, int me, const int* cuts, const Run& run, float* parts, u64* left, u64 ticket, int thread) {
+// Adds what the blocks before this one have left of the row block whose first tile is `start`, as soon as they say so.
+__device__ __forceinline__ void add_parts(float (&acc)[M64][ACC], int start, int me, const int* cuts, float* parts, u64* left, u64 ticket, int consumer, int thread) {
   int b = me;
-  while (cuts[b] > rb * run.k_blocks) --b;
+  while (cuts[b] > start) --b;
   for (; b < me; ++b) {
     if (cuts[b] == cuts[b + 1]) continue;
+    const int number = b * CONSUMERS + consumer;
     if (thread == 0) {
-      while (load_acquire(left + b) != ticket) {}
-      left[b] = 0;                                         // a graph launches with the same ticket again
+      while (load_acquire(left + number) != ticket) {}
+      left[number] = 0;                                    // a graph launches with the same ticket again
     }
-    bar_sync(1, 128);
-    const float4* part = part_of(parts, b, thread);
+    bar_sync(CONSUMER_BARRIER + consumer, 128);
+    const float4* part = part_of(parts, number, thread);
 #pragma unroll
     for (int h = 0; h < M64; ++h)
 #pragma unroll
@@ -235,97 +250,125 @@ __device__ __forceinline__ void add_parts(float (&acc)[M64][ACC], int rb, int me
   }
 }
 
-__device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Shared& bars, int me, const int* cuts, const u16* bias, u16* y,
-                                        float* parts, u64* left, u64 ticket, int n, int m) {
+// Tells that this block's part of a consumer has been written. Called by one lane, behind a barrier with those who wrote it.
+__device__ __forceinline__ void announce(u64* left, u64 ticket) {
+  __threadfence();
+  store_release(left, ticket);
+}
+
+__device__ __forceinline__ void leave_part(float (&acc)[M64][ACC], int me, float* parts, u64* left, u64 ticket, int consumer, int thread) {
+  const int number = me * CONSUMERS + consumer;
+  float4* part = part_of(parts, number, thread);
+#pragma unroll
+  for (int h = 0; h < M64; ++h)
+#pragma unroll
+    for (int i = 0; i < ACC; i += 4)
+      __stcg(part + (h * ACC + i) / 4 * 128, make_float4(acc[h][i], acc[h][i + 1], acc[h][i + 2], acc[h][i + 3]));
+  if (CONSUMERS == 1) {
+    bar_arrive(HERALD_BARRIER, 128 + 32);                  // the herald waits for the memory, not the consumer
+  } else {
+    bar_sync(CONSUMER_BARRIER + consumer, 128);
+    if (thread == 0) announce(left + number, ticket);
+  }
+}
+
+__device__ __forceinline__ void multiply(float (&acc)[M64][ACC], u64 w, u64 x) {
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+#if SWAP
+    wgmma(acc[0], x + s * 2, w + s * 2);
+#else
+#pragma unroll
+    for (int h = 0; h < M64; ++h)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) wgmma((float(&)[ACC / PIECES])acc[h][p * (ACC / PIECES)], w + h * 512 + s * 2, x + p * (X_BYTES / PIECES / 16) + s * 2);
+#endif
+  }
+  wgmma_commit();
+}
+
+__device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, int me, const int* cuts, const u16* bias, u16* y,
+                                        float* parts, u64* left, u64 ticket, int n, int m, int consumer) {
   const int thread = threadIdx.x & 127, lane = thread & 31;
-  int slot = 0;
-  u32 phase = 0;
-  for (int u = run.end; u > run.begin;) {
-    const int rb = (u - 1) / run.k_blocks, start = rb * run.k_blocks, stop = max(run.begin, start);
-    const bool has_end = u == start + run.k_blocks;
+  int slot = 0, x_slot = 0;
+  u32 phase = 0, x_phase = 0;
+  for (int tile = run.end; tile > run.begin;) {
+    const int start = (tile - 1) / run.k_blocks * run.k_blocks, stop = max(run.begin, start);
+    const bool has_end = tile == start + run.k_blocks;
     float acc[M64][ACC];
 #pragma unroll
     for (int h = 0; h < M64; ++h)
 #pragma unroll
       for (int i = 0; i < ACC; ++i) acc[h][i] = 0.f;
-    u32 before = 0;                                        // the barrier of the slot that the products before read
-    for (; u > stop; --u) {
-      const u64 w = descriptor(windows + slot * (TILES * WINDOW)), x = descriptor(x_slots + slot * X_BYTES);
-      wait(bars.full + 8 * slot, phase);
-      wgmma_fence();
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-#if SWAP
-        wgmma(acc[0], x + s * 2, w + s * 2);
-#else
-        wgmma(acc[0], w + s * 2, x + s * 2);
-        wgmma(acc[1], w + 64 / TILE_ROWS * (WINDOW / 16) + 64 % TILE_ROWS * 8 + s * 2, x + s * 2);
-#endif
+    u32 before = 0, x_before = 0;                          // barriers of what the products before read
+    const auto give_back = [&] {
+      if (lane == 0 && before) {
+        arrive(before);
+        if (OWN_X) arrive(x_before);
       }
-      wgmma_commit();
+    };
+    for (; tile > stop; --tile) {
+      wait(bars.full + 8 * slot, phase);
+      if (OWN_X) wait(bars.x_full + 8 * x_slot, x_phase); else x_slot = slot;
+      multiply(acc, descriptor(windows + slot * WINDOW + consumer * (M64 * 64 * 128)), descriptor(x_slots + x_slot * X_BYTES));
       wgmma_wait<1>();
-      if (lane == 0 && before) arrive(before);
-      before = bars.empty + 8 * slot;
-      if (++slot == SLOTS) { slot = 0; phase ^= 1; }
+      give_back();
+      before = bars.empty + 8 * slot; x_before = bars.x_empty + 8 * x_slot;
+      if (++slot == WINDOWS) { slot = 0; phase ^= 1; }
+      if (OWN_X && ++x_slot == X_SLOTS) { x_slot = 0; x_phase ^= 1; }
     }
     wgmma_wait<0>();
-    if (lane == 0) arrive(before);
+    give_back();
     if (has_end) {
-      if (stop > start) add_parts(acc, rb, me, cuts, run, parts, left, ticket, thread);
-      write(acc, rb * ROWS, bias, y, n, m, thread);
+      if (stop > start) add_parts(acc, start, me, cuts, parts, left, ticket, consumer, thread);
+      const int column = start / run.tiles_of_w * NT, row = start % run.tiles_of_w / run.k_blocks * ROWS + consumer * (M64 * 64);
+      write(acc, row, bias, y + (u64)column * m, n - column, m, thread);
     } else {
-      float4* part = part_of(parts, me, thread);
-#pragma unroll
-      for (int h = 0; h < M64; ++h)
-#pragma unroll
-        for (int i = 0; i < ACC; i += 4)
-          __stcg(part + (h * ACC + i) / 4 * 128, make_float4(acc[h][i], acc[h][i + 1], acc[h][i + 2], acc[h][i + 3]));
-      bar_arrive(2, 128 + 32);                             // the herald
+      leave_part(acc, me, parts, left, ticket, consumer, thread);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, const __grid_constant__ TensorMap x, const u16* bias, u16* y,
-               float* parts, u64* left, u64 ticket, int n, int m, int k_blocks) {
+               float* parts, u64* left, u64 ticket, int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
-  Shared bars;
-  bars.full = base + BARS_AT; bars.empty = bars.full + 8 * SLOTS; bars.ring_full = bars.empty + 8 * SLOTS;
-  bars.cuts = bars.ring_full + 8 * PRODUCERS * STAGES;
+  Bars bars;
+  bars.full = base + BARS_AT; bars.empty = bars.full + 8 * WINDOWS;
+  bars.x_full = OWN_X ? bars.empty + 8 * WINDOWS : bars.full; bars.x_empty = OWN_X ? bars.x_full + 8 * X_SLOTS : bars.empty;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-  const int* cuts = (const int*)(shared + (bars.cuts - base));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32) sts32(bars.cuts + 4 * i, __ldg(all_cuts + i));
+  int* cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + OWN_X * X_SLOTS));
+  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : (u64)all_tiles * i / gridDim.x;
   launch_dependents();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; ++i) { bar_init(bars.full + 8 * i, TILES * TEAM + 1); bar_init(bars.empty + 8 * i, 4); }
-    for (int i = 0; i < PRODUCERS * STAGES; ++i) bar_init(bars.ring_full + 8 * i, 1);
+    for (int i = 0; i < WINDOWS; ++i) { bar_init(bars.full + 8 * i, TEAM + !OWN_X); bar_init(bars.empty + 8 * i, 4 * CONSUMERS); }
+    for (int i = 0; i < OWN_X * X_SLOTS; ++i) { bar_init(bars.x_full + 8 * i, 1); bar_init(bars.x_empty + 8 * i, 4 * CONSUMERS); }
     fence_bar_init();
   }
   __syncthreads();
-  Run run;
-  run.begin = cuts[blockIdx.x]; run.end = cuts[blockIdx.x + 1];
-  run.k_blocks = k_blocks;
+  const Run run = {cuts[blockIdx.x], cuts[blockIdx.x + 1], k_blocks, tiles_of_w};
   if (warp < FIRST_PRODUCER) {
+    take_registers<CONSUMER_REGISTERS>();
     wait_for_grid();
-    consume(run, base, base + X_AT, bars, blockIdx.x, cuts, bias, y, parts, left, ticket, n, m);
-  } else if (warp < FIRST_PRODUCER + PRODUCERS) {
-    const int p = warp - FIRST_PRODUCER, window = p / TEAM, slot = window / TILES, units = run.end - run.begin;
+    consume(run, base, base + X_AT, bars, blockIdx.x, cuts, bias, y, parts, left, ticket, n, m, warp / 4);
+    return;
+  }
+  give_registers<PRODUCER_REGISTERS>();
+  if (warp < LOADER) {
+    const int p = warp - FIRST_PRODUCER, window = p / TEAM, tiles = (run.end - run.begin - window + WINDOWS - 1) / WINDOWS;
     Stream stream;
     stream.words = words; stream.offsets = offsets;
-    stream.ring = base + RING_AT + p * STAGES * CHUNK; stream.full = bars.ring_full + 8 * p * STAGES;
-    stream.tiles = (units - slot + SLOTS - 1) / SLOTS; stream.first_unit = run.end - 1 - slot; stream.place = window % TILES; stream.rank = p % TEAM;
-    if (slot < units) produce(stream, base + window * WINDOW, bars.full + 8 * slot, bars.empty + 8 * slot, 3 + window, lane);
-  } else if (warp == WARPS - 2) {
+    stream.tiles = tiles; stream.first_tile = run.end - 1 - window; stream.tiles_of_w = tiles_of_w; stream.rank = p % TEAM;
+    if (tiles > 0) produce(stream, base + window * WINDOW, bars.full + 8 * window, bars.empty + 8 * window, TEAM_BARRIER + window, lane);
+  } else if (warp == LOADER) {
     if (lane == 0) {
       wait_for_grid();
       load_x(&x, run, base + X_AT, bars);
     }
-  } else if (run.end % k_blocks && run.end > run.begin) {  // the herald: the rows at the run's end belong to the next block too
-    bar_sync(2, 128 + 32);
-    if (lane == 0) {
-      __threadfence();
-      store_release(left + blockIdx.x, ticket);
-    }
+  } else if (CONSUMERS == 1 && run.end % k_blocks && run.end > run.begin) {  // the herald: the rows at the run's end belong to the next block too
+    bar_sync(HERALD_BARRIER, 128 + 32);
+    if (lane == 0) announce(left + blockIdx.x, ticket);
   }
 }

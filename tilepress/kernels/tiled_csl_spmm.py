@@ -1,8 +1,8 @@
 """y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernel.
 
-On sm_90 up to 64 rows of x go through one launch of tiled_csl_spmm.cu, a few more through several; with many rows, and on other cards from
-sm_80 on, W is decoded to dense (tiled_csl_decode.cu) and multiplied by cuBLAS. The reference decodes the whole weight once a call and
-multiplies densely, on any device.
+On sm_90 one launch of tiled_csl_spmm.cu serves any x of up to MOST_ROWS rows; for more, and on other cards from sm_80 on, W is decoded to dense
+(tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call and multiplies densely, on
+any device.
 """
 
 import functools
@@ -21,11 +21,12 @@ from tilepress.kernels import jit, library, ptx
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
-    "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, int tile_rows, ScalarType value_dtype) -> Tensor"
+    "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
 )
-COLUMNS = 64  # rows of x, columns of y as the kernel sees it, that one launch takes
-_UNIT_COST = 64  # of an empty unit, in 16 bytes
-MOST_ROWS = 192  # of x: beyond, decoding W to dense and cuBLAS are faster
+COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
+MOST_ROWS = 1536  # of x, that the kernel takes: with more, decoding W and cuBLAS are faster, at any sparsity
+_TILE_COST = 64  # of an empty tile, in 16 bytes
+_DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
 
 
 def tiled_csl_spmm_ref(
@@ -35,12 +36,11 @@ def tiled_csl_spmm_ref(
     cuts: Tensor | None,
     bias: Tensor | None,
     rows: int,
-    tile_rows: int,
     value_dtype: torch.dtype,
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], cuts of `make_cuts` or None, bias [rows] or None -> [..., rows] of x's
     dtype. Values are converted to x's dtype before the product."""
-    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
     return linear(x, tiled_csl.unpack(packed).to(x.dtype), bias)
 
@@ -49,92 +49,119 @@ def tiled_csl_spmm_ref(
 class Configuration:
     """Macros of the kernel, and what they need."""
 
-    tile_rows: int
-    columns: int  # of y: 8, 16, 32, 64
+    columns: int  # of y: one of COLUMNS
     windows: int
     team: int
     chunk: int  # bytes
     unscatter: bool
     bfloat16: bool
 
-    stages = 2
+    @property
+    def consumers(self) -> int:
+        return 1 if self.columns <= 64 else 2
+
+    @property
+    def x_slots(self) -> int:
+        return self.windows if self.consumers == 1 else _X_SLOTS[self.columns]
 
     @property
     def swap(self) -> bool:
         """x is operand A of wgmma where its 64 rows fill it."""
-        return self.columns == 64 and self.tile_rows == 128
+        return self.columns == 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and of another thread, 0 for equal shares."""
+        return (160, 96) if self.columns == 256 else (0, 0)
 
     @property
     def threads(self) -> int:
-        return 32 * (4 + self.windows * self.team + 2)
+        warps = 4 * self.consumers + self.windows * self.team
+        return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
     def shared_bytes(self, blocks: int) -> int:
         """Of a block, for a grid of so many."""
-        slots = self.windows * self.tile_rows // 128
-        producers = self.windows * self.team
-        bars = 8 * (2 * slots + self.stages * producers)
-        windows = self.windows * (128 * self.tile_rows + 1024)
-        return windows + slots * 128 * self.columns + self.stages * producers * self.chunk + bars + 4 * (blocks + 1)
+        bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
+        return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * (blocks + 1)
 
     @property
     def source(self) -> str:
         macros = {
-            "TILE_ROWS": self.tile_rows,
             "NT": self.columns,
+            "CONSUMERS": self.consumers,
             "SWAP": int(self.swap),
             "WINDOWS": self.windows,
             "TEAM": self.team,
             "CHUNK": self.chunk,
-            "STAGES": self.stages,
+            "X_SLOTS": self.x_slots,
             "UNSCATTER": int(self.unscatter),
+            "CONSUMER_REGISTERS": self.registers[0],
+            "PRODUCER_REGISTERS": self.registers[1],
             "BF16": int(self.bfloat16),
         }
-        instruction = ptx.wgmma(128 if self.swap else self.columns, "bf16" if self.bfloat16 else "f16")
-        return jit.source("tiled_csl_spmm.cu", instruction, **macros)
+        columns = 128 if self.swap else self.columns if self.columns <= 192 else self.columns // 2
+        return jit.source("tiled_csl_spmm.cu", ptx.wgmma(columns, "bf16" if self.bfloat16 else "f16"), **macros)
 
 
 class _Choice(NamedTuple):
     most: float  # bytes of words that nearly all tiles stay under
-    windows: int  # for up to 32 columns
-    windows_of_64: int
+    windows: int
     team: int
     chunk: int
     unscatter: bool
 
 
-# A ring's stage should hold a member's share of a tile. Measured on an H200: docs/kernels/tiled_csl_spmm.md.
-_TABLE = {
-    128: (
-        _Choice(3584, 8, 7, 1, 3584, True),
-        _Choice(7168, 6, 5, 2, 3584, True),
-        _Choice(11264, 5, 4, 2, 5632, True),
-        _Choice(math.inf, 4, 4, 2, 7168, False),
-    ),
-    64: (
-        _Choice(3584, 12, 10, 1, 3584, True),
-        _Choice(5632, 8, 8, 1, 5632, True),
-        _Choice(math.inf, 8, 8, 1, 7168, False),
-    ),
-}
+# Measured on an H200: docs/kernels/tiled_csl_spmm.md. A chunk should hold a member's share of a tile, so that a window is emptied by what is known of it.
+_FEW = (
+    _Choice(2048, 10, 1, 2048, True),
+    _Choice(3584, 8, 1, 3584, True),
+    _Choice(7168, 7, 2, 3584, True),
+    _Choice(11264, 5, 2, 5632, True),
+    _Choice(math.inf, 7, 2, 3584, False),
+)
+_64 = (
+    _Choice(2048, 7, 1, 2048, True),
+    _Choice(3584, 7, 1, 3584, True),
+    _Choice(7168, 5, 2, 3584, True),
+    _Choice(11264, 5, 2, 5120, True),
+    _Choice(math.inf, 6, 2, 3584, False),
+)
+_MANY = (_Choice(3584, 7, 1, 3584, True), _Choice(math.inf, 7, 1, 3584, False))
+_TABLE = {8: _FEW, 16: _FEW, 32: _FEW, 64: _64, 96: _MANY, 128: _MANY, 160: _MANY, 192: _MANY[1:], 256: _MANY[1:]}
+_X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
-def configuration(tile_rows: int, density: float, columns: int, dtype: torch.dtype) -> Configuration:
-    """For a weight with this share of words and so many columns of y, at most 64."""
-    mean = 256 * tile_rows * density  # bytes of a tile's words
+@functools.lru_cache(maxsize=4096)
+def configuration(density: float, columns: int, dtype: torch.dtype) -> Configuration:
+    """For a weight with this share of words, and one of COLUMNS."""
+    mean = 256 * tiled_csl.TILE_ROWS * density  # bytes of a tile's words
     tile = mean + 4 * mean**0.5  # and two standard deviations of a random tile
-    chosen = next(choice for choice in _TABLE[tile_rows] if tile <= choice.most)
-    n = next(n for n in (8, 16, 32, 64) if columns <= n)
-    windows = chosen.windows_of_64 if n == 64 else chosen.windows
-    return Configuration(tile_rows, n, windows, chosen.team, chosen.chunk, chosen.unscatter, dtype == torch.bfloat16)
+    chosen = next(choice for choice in _TABLE[columns] if tile <= choice.most)
+    return Configuration(columns, *chosen[1:], dtype == torch.bfloat16)
 
 
-def make_cuts(offsets: Tensor, rows: int, cols: int, tile_rows: int, parts: int) -> Tensor:
-    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1], in units of 128 rows and 64 columns,
-    on the offsets' device. Waits for the device."""
-    units = -(-rows // 128) * -(-cols // 64)
-    ends = offsets.long().cpu()[128 // tile_rows :: 128 // tile_rows] + _UNIT_COST * torch.arange(1, units + 1)
+@functools.lru_cache(maxsize=4096)
+def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
+    """Which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
+    add up what the others have left, one after the other."""
+    if n <= 64:
+        return next(columns for columns in COLUMNS if n <= columns)
+    k_blocks = -(-cols // tiled_csl.TILE_COLS)
+
+    def cost(columns: int) -> float:
+        tiles = tiled_csl.num_tiles(rows, cols) * -(-n // columns) / grid  # of a block
+        return tiles * (columns + 80) + (k_blocks - 1) // tiles * 3 * columns
+
+    return min(COLUMNS[4:], key=cost)
+
+
+def make_cuts(offsets: Tensor, parts: int) -> Tensor:
+    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1], on the offsets' device. Waits for the
+    device."""
+    tiles = offsets.numel() - 1
+    ends = offsets[1:].long().cpu() + _TILE_COST * torch.arange(1, tiles + 1)
     inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts) // parts) + 1
-    edges = torch.tensor([0]), inner.clamp(max=units), torch.tensor([units])
+    edges = torch.tensor([0]), inner.clamp(max=tiles), torch.tensor([tiles])
     return torch.cat(edges).to(offsets.device, torch.int32)
 
 
@@ -158,24 +185,22 @@ def _cuda(
     cuts: Tensor | None,
     bias: Tensor | None,
     rows: int,
-    tile_rows: int,
     value_dtype: torch.dtype,
 ) -> Tensor:
     if _why_not(x.device):
-        return tiled_csl_spmm_ref(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype)
-    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], tile_rows, value_dtype)
+        return tiled_csl_spmm_ref(x, words, offsets, cuts, bias, rows, value_dtype)
+    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
     flat = x.reshape(-1, packed.cols)
-    if not _serves(len(flat), x.device, x.dtype, value_dtype) or (bias is not None and bias.dtype != value_dtype):
-        dense = tiled_csl_decode(words, offsets, rows, packed.cols, tile_rows, value_dtype)
-        return linear(x, dense.to(x.dtype), bias)
-    return _multiply(flat, packed, cuts, bias).view(*x.shape[:-1], rows)
+    same = x.dtype == value_dtype and (bias is None or bias.dtype == value_dtype)
+    multiply = _multiply if same and _serves(len(flat), x.device) else _multiply_decoded
+    return multiply(flat, packed, cuts, bias).view(*x.shape[:-1], rows)
 
 
 def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
     """Raises ValueError for arguments with which the kernels would read or write elsewhere."""
     words, offsets = packed.words, packed.offsets
-    tiles = tiled_csl.num_tiles(packed.rows, packed.cols, packed.tile_rows)
+    tiles = tiled_csl.num_tiles(packed.rows, packed.cols)
     if offsets.shape != (tiles + 1,) or words.dtype != torch.int32 or offsets.dtype != torch.int32:
         raise ValueError(
             f"{offsets.numel()} offsets are not those of {packed.rows} x {packed.cols}, which has {tiles} tiles"
@@ -188,49 +213,66 @@ def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
         raise ValueError("the arguments are on several devices")
 
 
-def _serves(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> bool:
-    """Whether the kernel, and not decoding and cuBLAS, takes n rows of x."""
-    return n <= MOST_ROWS and dtype == value_dtype and _is_hopper(device)
+def _serves(n: int, device: torch.device) -> bool:
+    return n <= MOST_ROWS and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x [n, cols]: a launch for every 64 rows of x."""
+    """x [n, cols] -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
-    if cuts is None:
-        cuts = make_cuts(packed.offsets, rows, cols, packed.tile_rows, grid)
-    if cuts.shape != (grid + 1,) or cuts.device != x.device:
-        raise ValueError(f"cuts for {cuts.numel() - 1} blocks on {cuts.device}, not for {grid} on {x.device}")
+    if n == 0:
+        return y
     if cols % 8:  # rows that the copy engine can find
         x = pad(x, (0, -cols % 8))
     if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
         x = x.new_empty(x.shape).copy_(x)
-    density, flags = packed.words.numel() / (rows * cols), -(-8 * grid // 256) * 256
-    for first in range(0, n, COLUMNS):
-        part = x[first : first + COLUMNS]
-        chosen = configuration(packed.tile_rows, density, len(part), packed.dtype)
-        scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
-        _kernel(chosen, grid)(
-            x.device,
-            grid,
-            packed.words.data_ptr(),
-            packed.offsets.data_ptr(),
-            cuts.data_ptr(),
-            jit.tensor_map(part, chosen.columns, 64),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr() + first * y.stride(0) * y.element_size(),
-            scratch.data_ptr() + flags,
-            scratch.data_ptr(),
-            next(_tickets),
-            len(part),
-            rows,
-            -(-cols // 64),
-        )
+    columns = columns_for(n, rows, cols, grid)
+    chosen = configuration(packed.words.numel() / (rows * cols), columns, packed.dtype)
+    if chosen.consumers == 2:
+        cuts = None  # equal numbers of tiles
+    else:
+        cuts = make_cuts(packed.offsets, grid) if cuts is None else cuts
+        if cuts.shape != (grid + 1,) or cuts.device != x.device:
+            raise ValueError(f"cuts for {cuts.numel() - 1} blocks on {cuts.device}, not for {grid} on {x.device}")
+    flags = -(-8 * chosen.consumers * grid // 256) * 256
+    scratch = torch.empty(flags + grid * 128 * columns * 4, dtype=torch.uint8, device=x.device)
+    tiles = packed.offsets.numel() - 1
+    _kernel(chosen, grid)(
+        x.device,
+        grid,
+        packed.words.data_ptr(),
+        packed.offsets.data_ptr(),
+        0 if cuts is None else cuts.data_ptr(),
+        jit.tensor_map(x, columns, 64),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        scratch.data_ptr() + flags,
+        scratch.data_ptr(),
+        next(_tickets),
+        n,
+        rows,
+        -(-cols // tiled_csl.TILE_COLS),
+        tiles,
+        tiles * -(-n // columns),
+    )
     return y
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x [n, cols] -> [n, rows] by cuBLAS, for _DECODED_ROWS of W at a time."""
+    y = torch.empty(len(x), packed.rows, dtype=x.dtype, device=x.device)
+    k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
+    for first in range(0, packed.rows, _DECODED_ROWS):
+        last = min(first + _DECODED_ROWS, packed.rows)
+        tiles = slice(first // tiled_csl.TILE_ROWS * k_blocks, -(-last // tiled_csl.TILE_ROWS) * k_blocks + 1)
+        dense = tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
+        dense, out = dense.to(x.dtype).t(), y[:, first:last]
+        if bias is None:
+            torch.mm(x, dense, out=out)
+        else:
+            torch.addmm(bias[first:last].to(x.dtype), x, dense, out=out)
+    return y
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -247,7 +289,7 @@ library.impl("tiled_csl_spmm", _cuda, "CUDA")
 
 
 @torch.library.register_fake("tilepress::tiled_csl_spmm")
-def _(x, words, offsets, cuts, bias, rows, tile_rows, value_dtype):
+def _(x, words, offsets, cuts, bias, rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -256,7 +298,7 @@ def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: 
     why = _why_not(device)
     if why is not None:
         return f"tiled_csl_spmm reference on {device.type}{why}"
-    kernel = _serves(n, device, dtype, value_dtype)
+    kernel = dtype == value_dtype and _serves(n, device)
     return "tiled_csl_spmm kernel on cuda" if kernel else "tiled_csl_decode kernel and cuBLAS on cuda"
 
 

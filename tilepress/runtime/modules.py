@@ -19,7 +19,7 @@ class TiledCSLLinear(nn.Module):
         """`packed` may be on the meta device: its sizes are what counts until the weights are loaded."""
         super().__init__()
         self.in_features, self.out_features = packed.cols, packed.rows
-        self.tile_rows, self.value_dtype, self.transposed = packed.tile_rows, packed.dtype, packed.transposed
+        self.value_dtype, self.transposed = packed.dtype, packed.transposed
         self.register_buffer("weight", packed.words)
         self.register_buffer("weight_offsets", packed.offsets)
         self.register_buffer("weight_layout", packed.layout().to(packed.words.device))
@@ -34,13 +34,7 @@ class TiledCSLLinear(nn.Module):
     @property
     def packed(self) -> TiledCSL:
         return TiledCSL(
-            self.weight,
-            self.weight_offsets,
-            self.out_features,
-            self.in_features,
-            self.tile_rows,
-            self.value_dtype,
-            self.transposed,
+            self.weight, self.weight_offsets, self.out_features, self.in_features, self.value_dtype, self.transposed
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,14 +42,7 @@ class TiledCSLLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
         return torch.ops.tilepress.tiled_csl_spmm(
-            x,
-            self.weight,
-            self.weight_offsets,
-            self._cuts(),
-            self.bias,
-            self.out_features,
-            self.tile_rows,
-            self.value_dtype,
+            x, self.weight, self.weight_offsets, self._cuts(), self.bias, self.out_features, self.value_dtype
         )
 
     def _cuts(self) -> Tensor | None:
@@ -68,10 +55,7 @@ class TiledCSLLinear(nn.Module):
                 raise TilepressError(
                     "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
                 )
-            parts = tiled_csl_spmm.blocks(device)
-            self.cuts = tiled_csl_spmm.make_cuts(
-                self.weight_offsets, self.out_features, self.in_features, self.tile_rows, parts
-            )
+            self.cuts = tiled_csl_spmm.make_cuts(self.weight_offsets, tiled_csl_spmm.blocks(device))
         return self.cuts
 
     def path_for(self, dtype: torch.dtype) -> str:
@@ -79,4 +63,4 @@ class TiledCSLLinear(nn.Module):
         return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tile_rows={self.tile_rows}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
