@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
-from tilepress.kernels import jit, tiled_csl_decode, tiled_csl_spmm
+from tilepress.kernels import jit, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
 
 ops = torch.ops.tilepress
@@ -239,6 +239,30 @@ def test_decoding_waits_for_a_product_before_it():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 8, 9, 30, 64, 100])
+@pytest.mark.parametrize(
+    "rows,cols,sparsity", [(1, 1, 0.0), (300, 1003, 0.5), (2200, 4096, 0.8), (70, 130, 1.0), (12800, 512, 0.95)]
+)
+def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
+    args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
+    x, packed = tiled_csl_spmm._aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
+    first = tiled_csl_mma.multiply(x, packed, args[4], 7)
+    assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
+    for ticket in (8, 8, 9):
+        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[4], ticket), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_other_cards_take_it(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    here = torch.device("cuda", 0), torch.bfloat16, torch.bfloat16
+    assert tiled_csl_spmm.path(*here, 64) == "tiled_csl_mma kernel on cuda"
+    assert tiled_csl_spmm.path(*here, 65) == "tiled_csl_decode kernel and cuBLAS on cuda"
+
+
+@pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("rows", [200, 4200])
 def test_other_dtypes_decode(rows):
@@ -304,7 +328,20 @@ def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     found = cost(log)
     assert found["stack"] == found["spills"] == 0 and not found["serialized"], log
     assert found["registers"] * chosen.threads <= 65536 and chosen.threads <= 1024
+    consumer, other = chosen.registers
+    consumers = 128 * chosen.consumers  # what warps take must have been given to the block, or they wait for ever
+    assert consumer * consumers + other * (chosen.threads - consumers) <= found["registers"] * chosen.threads
     assert chosen.shared_bytes(H200_BLOCKS) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", tiled_csl_mma.BLOCKS)
+def test_the_kernel_for_other_cards_compiles(columns, dtype, arch):
+    pytest.importorskip("cuda.core")
+    found = cost(jit.compile_cubin("tiled_csl_mma", tiled_csl_mma.source(columns, dtype), arch)[1])
+    assert found["stack"] == found["spills"] == 0
+    assert found["registers"] * 128 * tiled_csl_mma.BLOCKS[columns] <= 65536
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

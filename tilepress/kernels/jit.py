@@ -11,6 +11,7 @@ objects, and can be captured in CUDA graphs.
 import ctypes
 import functools
 import os
+import re
 import struct
 import sys
 import threading
@@ -27,9 +28,10 @@ _WITHOUT = "pip install cuda-core (with CUDA 13's NVRTC and bindings)"
 
 
 def source(file: str, before: str = "", **macros: int) -> str:
-    """A kernel's source as the compiler gets it: macros, ptx.cuh, `before`, then the file."""
+    """A kernel's source as the compiler gets it: macros, ptx.cuh, `before`, then the file, with the files that it includes."""
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return defines + (FOLDER / "ptx.cuh").read_text() + before + (FOLDER / file).read_text()
+    text = re.sub(r'#include "(.+)"\n', lambda found: (FOLDER / found[1]).read_text(), (FOLDER / file).read_text())
+    return defines + (FOLDER / "ptx.cuh").read_text() + before + text
 
 
 def architecture(device: torch.device) -> str:

@@ -17,6 +17,13 @@ __device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  /
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok));
 }
 __device__ __forceinline__ void stg64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
+__device__ __forceinline__ void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Between blocks
+__device__ __forceinline__ u64 load_acquire(const u64* p) { u64 v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ void store_release(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ bool elect() {
   u32 is;
@@ -34,12 +41,6 @@ __device__ __forceinline__ void expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void wait(u32 bar, u32 phase) {
   asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }" ::"r"(bar), "r"(phase) : "memory");
 }
-__device__ __forceinline__ void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// Between blocks
-__device__ __forceinline__ u64 load_acquire(const u64* p) { u64 v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
-__device__ __forceinline__ void store_release(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
 // Copies of boxes by TMA; they complete on an mbarrier.
 struct __align__(64) TensorMap { u64 opaque[16]; };
@@ -69,9 +70,11 @@ __device__ __forceinline__ void wait_for_grid() { asm volatile("griddepcontrol.w
 // An 8 x 8 matrix, two values of row lane / 4 in each lane: transposed.
 __device__ __forceinline__ u32 transpose(u32 v) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
 #if BF16
+#define VALUES "bf16"
 __device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v << 16); }
 #else
+#define VALUES "f16"
 __device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float to_float(u16 v) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v)); return r; }
 #endif

@@ -12,28 +12,28 @@
 // consumer x has a slot beside each window and is handed over with it; two consumers, for more columns of y, get x from slots of its own.
 //
 // W is walked through once for every NT columns of y. Of all these tiles a block takes cuts[b] .. cuts[b + 1], equal shares of bytes, or, without
-// cuts, of tiles; the last one first. So it begins with rows of which the next block has the other part: it leaves its sums (float32) in `parts` and
-// goes on; the next block comes to those rows at its end, adds the sums up in the order of blocks, and writes y. Blocks wait only for blocks of lower
-// numbers, and results do not depend on timing. `left` needs no preparation: a consumer has left its part where it stands at `ticket`, a number
-// that no other launch has.
+// cuts, of tiles; sums that blocks share are those of split_sum.cuh.
 //
-// That they make progress rests on blocks being started in the order of their numbers. Words, offsets and cuts are read before earlier kernels of
-// the stream have ended: they must not be what the kernel just before writes. A block takes up to 227 KB of shared memory and, with its warps, all registers.
+// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what the kernel just before writes. A block takes
+// up to 227 KB of shared memory and, with its warps, all registers.
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
 // take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
 // as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns comes from kernels/ptx.py.
+
+#include "split_sum.cuh"
 
 #define ROWS 128
 #define TILE_BYTES (ROWS * 128)
 #define WINDOW (TILE_BYTES + 1024)            // padding words fall behind the tile
 #if SWAP                                      // x is operand A, W's window B: one m64 x 128 accumulator
 #define M64 1
-#define ACC 64
+#define OF_M64 64
 #else
 #define M64 (2 / CONSUMERS)                   // 64-row pieces of a consumer's rows
-#define ACC (NT / 2)                          // registers of one
+#define OF_M64 (NT / 2)                       // accumulators of one
 #endif
+#define ACC (M64 * OF_M64)
 #define PIECES (NT > 192 ? 2 : 1)             // wgmma instructions for NT columns
 #define OWN_X (CONSUMERS > 1)                 // x has slots of its own
 #define X_BYTES (NT * 128)
@@ -174,10 +174,6 @@ __device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 s
   }
 }
 
-__device__ __forceinline__ float4* part_of(float* parts, int part, int thread) {
-  return (float4*)parts + (u64)part * (M64 * ACC / 4 * 128) + thread;
-}
-
 // Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in `high`: exchanged with the lane
 // beside it, each has 4 rows, 8 bytes.
 __device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 high, bool ok) {
@@ -196,7 +192,7 @@ __device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 
 
 __device__ __forceinline__ float bias_of(const u16* bias, int row, int m) { return bias && row < m ? to_float(bias[row]) : 0.f; }
 
-__device__ __forceinline__ void write(float (&acc)[M64][ACC], int row0, const u16* bias, u16* y, int n, int m, int thread) {
+__device__ __forceinline__ void write(const float (&acc)[ACC], int row0, const u16* bias, u16* y, int n, int m, int thread) {
   const int lane = thread % 32;
 #if SWAP
   // Registers 4 i + {0, 1} are column lane / 4 of y, rows 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the column 8 further.
@@ -206,7 +202,7 @@ __device__ __forceinline__ void write(float (&acc)[M64][ACC], int row0, const u1
     const float b[4] = {bias_of(bias, mine, m), bias_of(bias, mine + 1, m), bias_of(bias, mine + 8, m), bias_of(bias, mine + 9, m)};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float* a = acc[0] + 4 * i + 2 * e;
+      const float* a = acc + 4 * i + 2 * e;
       const int col = thread / 32 * 16 + e * 8 + lane / 4;
       write_rows(y + (u64)col * m, row, m, to_values(a[0] + b[0], a[1] + b[1]), to_values(a[4] + b[2], a[5] + b[3]), col < n);
     }
@@ -219,7 +215,7 @@ __device__ __forceinline__ void write(float (&acc)[M64][ACC], int row0, const u1
     const float b = bias_of(bias, row + lane / 4, m), below = bias_of(bias, row + lane / 4 + 8, m);
 #pragma unroll
     for (int i = 0; i < NT / 8; ++i) {
-      const float* a = acc[h] + 4 * i;
+      const float* a = acc + h * OF_M64 + 4 * i;
       const int col = i * 8 + lane / 4;
       write_rows(y + (u64)col * m, row, m, transpose(to_values(a[0] + b, a[1] + b)), transpose(to_values(a[2] + below, a[3] + below)), col < n);
     }
@@ -227,80 +223,33 @@ __device__ __forceinline__ void write(float (&acc)[M64][ACC], int row0, const u1
 #endif
 }
 
-// Adds what the blocks before this one have left of the row block whose first tile is `start`, as soon as they say so.
-__device__ __forceinline__ void add_parts(float (&acc)[M64][ACC], int start, int me, const int* cuts, float* parts, u64* left, u64 ticket, int consumer, int thread) {
-  int b = me;
-  while (cuts[b] > start) --b;
-  for (; b < me; ++b) {
-    if (cuts[b] == cuts[b + 1]) continue;
-    const int number = b * CONSUMERS + consumer;
-    if (thread == 0) {
-      while (load_acquire(left + number) != ticket) {}
-      left[number] = 0;                                    // a graph launches with the same ticket again
-    }
-    bar_sync(CONSUMER_BARRIER + consumer, 128);
-    const float4* part = part_of(parts, number, thread);
-#pragma unroll
-    for (int h = 0; h < M64; ++h)
-#pragma unroll
-      for (int i = 0; i < ACC; i += 4) {
-        const float4 v = __ldcg(part + (h * ACC + i) / 4 * 128);
-        acc[h][i] += v.x; acc[h][i + 1] += v.y; acc[h][i + 2] += v.z; acc[h][i + 3] += v.w;
-      }
-  }
-}
-
-// Tells that this block's part of a consumer has been written. Called by one lane, behind a barrier with those who wrote it.
-__device__ __forceinline__ void announce(u64* left, u64 ticket) {
-  __threadfence();
-  store_release(left, ticket);
-}
-
-__device__ __forceinline__ void leave_part(float (&acc)[M64][ACC], int me, float* parts, u64* left, u64 ticket, int consumer, int thread) {
-  const int number = me * CONSUMERS + consumer;
-  float4* part = part_of(parts, number, thread);
-#pragma unroll
-  for (int h = 0; h < M64; ++h)
-#pragma unroll
-    for (int i = 0; i < ACC; i += 4)
-      __stcg(part + (h * ACC + i) / 4 * 128, make_float4(acc[h][i], acc[h][i + 1], acc[h][i + 2], acc[h][i + 3]));
-  if (CONSUMERS == 1) {
-    bar_arrive(HERALD_BARRIER, 128 + 32);                  // the herald waits for the memory, not the consumer
-  } else {
-    bar_sync(CONSUMER_BARRIER + consumer, 128);
-    if (thread == 0) announce(left + number, ticket);
-  }
-}
-
-__device__ __forceinline__ void multiply(float (&acc)[M64][ACC], u64 w, u64 x) {
+__device__ __forceinline__ void multiply(float (&acc)[ACC], u64 w, u64 x) {
   wgmma_fence();
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
 #if SWAP
-    wgmma(acc[0], x + s * 2, w + s * 2);
+    wgmma(acc, x + s * 2, w + s * 2);
 #else
+    constexpr int count = ACC / (M64 * PIECES);            // accumulators of an instruction
 #pragma unroll
-    for (int h = 0; h < M64; ++h)
-#pragma unroll
-      for (int p = 0; p < PIECES; ++p) wgmma((float(&)[ACC / PIECES])acc[h][p * (ACC / PIECES)], w + h * 512 + s * 2, x + p * (X_BYTES / PIECES / 16) + s * 2);
+    for (int i = 0; i < M64 * PIECES; ++i)
+      wgmma((float(&)[count])acc[i * count], w + i / PIECES * 512 + s * 2, x + i % PIECES * (X_BYTES / PIECES / 16) + s * 2);
 #endif
   }
   wgmma_commit();
 }
 
-__device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, int me, const int* cuts, const u16* bias, u16* y,
-                                        float* parts, u64* left, u64 ticket, int n, int m, int consumer) {
-  const int thread = threadIdx.x & 127, lane = thread & 31;
+__device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, const Parts& parts, const int* cuts, const u16* bias,
+                                        u16* y, int n, int m) {
+  const int consumer = parts.mine, thread = threadIdx.x & 127, lane = thread & 31;
   int slot = 0, x_slot = 0;
   u32 phase = 0, x_phase = 0;
   for (int tile = run.end; tile > run.begin;) {
     const int start = (tile - 1) / run.k_blocks * run.k_blocks, stop = max(run.begin, start);
     const bool has_end = tile == start + run.k_blocks;
-    float acc[M64][ACC];
+    float acc[ACC];
 #pragma unroll
-    for (int h = 0; h < M64; ++h)
-#pragma unroll
-      for (int i = 0; i < ACC; ++i) acc[h][i] = 0.f;
+    for (int i = 0; i < ACC; ++i) acc[i] = 0.f;
     u32 before = 0, x_before = 0;                          // barriers of what the products before read
     const auto give_back = [&] {
       if (lane == 0 && before) {
@@ -321,18 +270,24 @@ __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots
     wgmma_wait<0>();
     give_back();
     if (has_end) {
-      if (stop > start) add_parts(acc, start, me, cuts, parts, left, ticket, consumer, thread);
+      if (stop > start) parts.add(acc, start, blockIdx.x, [=](int b) { return cuts[b]; }, CONSUMER_BARRIER + consumer);
       const int column = start / run.tiles_of_w * NT, row = start % run.tiles_of_w / run.k_blocks * ROWS + consumer * (M64 * 64);
       write(acc, row, bias, y + (u64)column * m, n - column, m, thread);
     } else {
-      leave_part(acc, me, parts, left, ticket, consumer, thread);
+      parts.store(acc, blockIdx.x);
+      if (CONSUMERS == 1) {
+        bar_arrive(HERALD_BARRIER, 128 + 32);              // the herald waits for the memory, not the consumer
+      } else {
+        bar_sync(CONSUMER_BARRIER + consumer, 128);
+        if (thread == 0) parts.announce(blockIdx.x);
+      }
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, const __grid_constant__ TensorMap x, const u16* bias, u16* y,
-               float* parts, u64* left, u64 ticket, int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
+               float* sums, u64* left, u64 ticket, int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   Bars bars;
@@ -340,7 +295,7 @@ tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, cons
   bars.x_full = OWN_X ? bars.empty + 8 * WINDOWS : bars.full; bars.x_empty = OWN_X ? bars.x_full + 8 * X_SLOTS : bars.empty;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   int* cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + OWN_X * X_SLOTS));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : (u64)all_tiles * i / gridDim.x;
+  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : i * (all_tiles / gridDim.x) + min(i, all_tiles % gridDim.x);
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < WINDOWS; ++i) { bar_init(bars.full + 8 * i, TEAM + !OWN_X); bar_init(bars.empty + 8 * i, 4 * CONSUMERS); }
@@ -349,10 +304,11 @@ tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, cons
   }
   __syncthreads();
   const Run run = {cuts[blockIdx.x], cuts[blockIdx.x + 1], k_blocks, tiles_of_w};
+  const Parts parts = {sums, left, ticket, CONSUMERS, warp < FIRST_PRODUCER ? warp / 4 : 0};
   if (warp < FIRST_PRODUCER) {
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid();
-    consume(run, base, base + X_AT, bars, blockIdx.x, cuts, bias, y, parts, left, ticket, n, m, warp / 4);
+    consume(run, base, base + X_AT, bars, parts, cuts, bias, y, n, m);
     return;
   }
   give_registers<PRODUCER_REGISTERS>();
@@ -369,6 +325,6 @@ tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, cons
     }
   } else if (CONSUMERS == 1 && run.end % k_blocks && run.end > run.begin) {  // the herald: the rows at the run's end belong to the next block too
     bar_sync(HERALD_BARRIER, 128 + 32);
-    if (lane == 0) announce(left + blockIdx.x, ticket);
+    if (lane == 0) parts.announce(blockIdx.x);
   }
 }

@@ -1,8 +1,8 @@
-"""y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernel.
+"""y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of tiled_csl_spmm.cu serves any x of up to MOST_ROWS rows; for more, and on other cards from sm_80 on, W is decoded to dense
-(tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call and multiplies densely, on
-any device.
+Up to MOST_ROWS rows of x are served by one launch of tiled_csl_spmm.cu on sm_90, on other cards from sm_80 on up to 64 by one of
+tiled_csl_mma.cu; for more, W is decoded to dense (tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the
+whole weight once a call and multiplies densely, on any device.
 """
 
 import functools
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from tilepress.formats import tiled_csl
-from tilepress.kernels import jit, library, ptx
+from tilepress.kernels import jit, library, ptx, tiled_csl_mma
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = 1536  # of x, that the kernel takes: with more, decoding W and cuBLAS are faster, at any sparsity
+MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, at any sparsity
 _TILE_COST = 64  # of an empty tile, in 16 bytes
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
 
@@ -192,9 +192,14 @@ def _cuda(
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
     flat = x.reshape(-1, packed.cols)
-    same = x.dtype == value_dtype and (bias is None or bias.dtype == value_dtype)
-    multiply = _multiply if same and _serves(len(flat), x.device) else _multiply_decoded
-    return multiply(flat, packed, cuts, bias).view(*x.shape[:-1], rows)
+    kernel = _kernel_for(len(flat), x.device, x.dtype, value_dtype)
+    if kernel is None or len(flat) == 0 or (bias is not None and bias.dtype != value_dtype):
+        y = _multiply_decoded(flat, packed, bias)
+    elif kernel == "tiled_csl_spmm":
+        y = _multiply(_aligned(flat), packed, cuts, bias)
+    else:
+        y = tiled_csl_mma.multiply(_aligned(flat), packed, bias, next(_tickets))
+    return y.view(*x.shape[:-1], rows)
 
 
 def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
@@ -213,20 +218,28 @@ def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
         raise ValueError("the arguments are on several devices")
 
 
-def _serves(n: int, device: torch.device) -> bool:
-    return n <= MOST_ROWS and torch.cuda.get_device_capability(device)[0] == 9
+def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
+    """Which kernel takes n rows of x, or None for decoding and cuBLAS."""
+    if dtype != value_dtype:
+        return None
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        return "tiled_csl_spmm" if n <= MOST_ROWS else None
+    return "tiled_csl_mma" if n <= tiled_csl_mma.MOST_ROWS else None
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x [n, cols], with rows that begin at multiples of 16 bytes, and zeros behind them."""
+    if x.shape[1] % 8:
+        x = pad(x, (0, -x.shape[1] % 8))
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
+        x = x.new_empty(x.shape).copy_(x)
+    return x
 
 
 def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x [n, cols] -> [n, rows], in one launch."""
+    """x as `_aligned` makes it -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
-    if n == 0:
-        return y
-    if cols % 8:  # rows that the copy engine can find
-        x = pad(x, (0, -cols % 8))
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
-        x = x.new_empty(x.shape).copy_(x)
     columns = columns_for(n, rows, cols, grid)
     chosen = configuration(packed.words.numel() / (rows * cols), columns, packed.dtype)
     if chosen.consumers == 2:
@@ -259,7 +272,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: 
     return y
 
 
-def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
+def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
     """x [n, cols] -> [n, rows] by cuBLAS, for _DECODED_ROWS of W at a time."""
     y = torch.empty(len(x), packed.rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
@@ -298,8 +311,8 @@ def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: 
     why = _why_not(device)
     if why is not None:
         return f"tiled_csl_spmm reference on {device.type}{why}"
-    kernel = dtype == value_dtype and _serves(n, device)
-    return "tiled_csl_spmm kernel on cuda" if kernel else "tiled_csl_decode kernel and cuBLAS on cuda"
+    kernel = _kernel_for(n, device, dtype, value_dtype)
+    return f"{kernel} kernel on cuda" if kernel else "tiled_csl_decode kernel and cuBLAS on cuda"
 
 
 tiled_csl_spmm = torch.ops.tilepress.tiled_csl_spmm

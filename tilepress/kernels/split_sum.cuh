@@ -1,0 +1,45 @@
+// Sums that several blocks share: every block takes a run of tiles, last one first, and the tiles of a row block follow one another. A block whose
+// run ends inside a row block leaves its sums (float32) and goes on; the block that has the row block's last tile adds them up, in the order of
+// blocks, so that results do not depend on timing. Blocks wait only for blocks of lower numbers: progress rests on blocks being started in the
+// order of their numbers. `left` needs no preparation: a part has been left where it stands at `ticket`, a number that no other launch has.
+
+struct Parts {
+  float* sums; u64* left; u64 ticket;
+  int of_block, mine;  // a block leaves so many, one for each 128 threads; this one
+
+  __device__ int number(int block) const { return block * of_block + mine; }
+  template <int COUNT> __device__ float4* at(int block) const { return (float4*)sums + (u64)number(block) * (COUNT / 4 * 128) + threadIdx.x % 128; }
+
+  // By one lane, behind a barrier with those who have stored the part.
+  __device__ void announce(int block) const {
+    __threadfence();
+    store_release(left + number(block), ticket);
+  }
+
+  template <int COUNT> __device__ __forceinline__ void store(const float (&acc)[COUNT], int block) const {
+    float4* part = at<COUNT>(block);
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) __stcg(part + i / 4 * 128, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+  }
+
+  // Adds what the blocks before `block` have left of the row block whose first tile is `start`, as soon as they say so. Block b's run is
+  // cut(b) .. cut(b + 1); `barrier` is a named barrier for the 128 threads.
+  template <int COUNT, class F> __device__ __forceinline__ void add(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
+    int b = block;
+    while (cut(b) > start) --b;
+    for (; b < block; ++b) {
+      if (cut(b) == cut(b + 1)) continue;
+      if (threadIdx.x % 128 == 0) {
+        while (load_acquire(left + number(b)) != ticket) {}
+        left[number(b)] = 0;                               // a graph launches with the same ticket again
+      }
+      bar_sync(barrier, 128);
+      const float4* part = at<COUNT>(b);
+#pragma unroll
+      for (int i = 0; i < COUNT; i += 4) {
+        const float4 v = __ldcg(part + i / 4 * 128);
+        acc[i] += v.x; acc[i + 1] += v.y; acc[i + 2] += v.z; acc[i + 3] += v.w;
+      }
+    }
+  }
+};

@@ -1,0 +1,65 @@
+"""y = x W^T + bias with W in Tiled-CSL on mma.sync: what serves few rows of x on cards from sm_80 on that are not Hopper.
+
+It was run on an H200 only; its speed on other cards is not known.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tilepress.formats.tiled_csl import TILE_COLS, TiledCSL
+from tilepress.kernels import jit
+
+MOST_ROWS = 64  # of x: beyond, W is decoded once rather than read again
+BLOCKS = {
+    8: 7,
+    16: 6,
+    32: 4,
+    64: 2,
+}  # of a multiprocessor, for so many columns of y at once; as many as registers allow
+_FEWEST_TILES = 8  # of a block: blocks that share a row block add up one after the other
+_THREADS = 128
+
+
+def source(columns: int, dtype: torch.dtype) -> str:
+    macros = {"NT": columns, "BLOCKS": BLOCKS[columns], "BF16": int(dtype == torch.bfloat16)}
+    return jit.source("tiled_csl_mma.cu", **macros)
+
+
+@functools.cache
+def _kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("tiled_csl_mma", source(columns, dtype), _THREADS)
+
+
+def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> Tensor:
+    """x [n, stride] of the values' dtype, stride(0) a multiple of 8, zeros behind packed.cols -> y [n, rows], in one launch. No other launch that
+    runs at the same time may have the same ticket."""
+    n, rows = len(x), packed.rows
+    y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
+    columns = next(c for c in BLOCKS if n <= c or c == 64)
+    tiles = packed.offsets.numel() - 1
+    all_tiles = tiles * -(-n // columns)
+    most = torch.cuda.get_device_properties(x.device).multi_processor_count * BLOCKS[columns]
+    grid = max(1, min(most, all_tiles // _FEWEST_TILES))
+    flags = -(-8 * grid // 256) * 256
+    scratch = torch.empty(flags + grid * 128 * columns * 4, dtype=torch.uint8, device=x.device)
+    _kernel(columns, x.dtype)(
+        x.device,
+        grid,
+        packed.words.data_ptr(),
+        packed.offsets.data_ptr(),
+        x.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        scratch.data_ptr() + flags,
+        scratch.data_ptr(),
+        ticket,
+        n,
+        rows,
+        x.stride(0),
+        -(-packed.cols // TILE_COLS),
+        tiles,
+        all_tiles,
+    )
+    return y
