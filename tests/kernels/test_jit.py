@@ -1,5 +1,6 @@
 """Compiling, keeping and launching kernels."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -59,6 +60,56 @@ def test_nothing_is_compiled_or_imported_with_the_package():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that writes down what it is to launch, where there is no card: one dict a launch."""
+    seen, here = [], {"device": 0}
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def launch(config, handle, pointers, extra):
+        c = jit._Config.from_address(config)
+        addresses = (ctypes.c_void_p * 3).from_address(pointers)
+        args = [ctypes.c_ulonglong.from_address(address).value for address in addresses]
+        attributes = [c.attributes[i].id for i in range(c.num_attributes)]
+        seen.append((handle, tuple(c.grid), tuple(c.block), c.shared_bytes, c.stream, attributes, args, extra))
+        return 0
+
+    class Driver:
+        cuLaunchKernelEx = launch
+
+    monkeypatch.setattr(jit, "_driver", lambda: Driver)
+    monkeypatch.setattr(jit, "_bind_context", lambda device: None)
+    monkeypatch.setattr(jit.Kernel, "_load", lambda self, device: 70 + device.index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here["device"])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here["device"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    return seen
+
+
+def test_what_the_driver_gets(driver):
+    class Value:
+        def getPtr(self):
+            return ctypes.addressof(number)
+
+    number = ctypes.c_ulonglong(99)
+    kernel, device = jit.Kernel("k", "", 96, 5000, overlaps=True), torch.device("cuda", 0)
+    kernel(device, 12, 2**63 + 1, jit.TensorMap(Value()), 3)
+    other = ctypes.c_ulonglong(98)
+    number = other
+    kernel(device, 13, 7, jit.TensorMap(Value()), 0)
+    assert driver == [
+        (70, (12, 1, 1), (96, 1, 1), 5000, 1000, [6], [2**63 + 1, 99, 3], None),
+        (70, (13, 1, 1), (96, 1, 1), 5000, 1000, [6], [7, 98, 0], None),
+    ]
+    plain = jit.Kernel("k", "", 32)
+    threads = [threading.Thread(target=plain, args=(device, i, i, i, i)) for i in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(driver[2:]) == [(70, (i, 1, 1), (32, 1, 1), 0, 1000, [], [i, i, i], None) for i in (1, 2)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("text,shared", [(ADD, 0), (BIG, 100_000)], ids=["small", "beyond 48 KB"])
 def test_launches(text, shared):
@@ -102,7 +153,7 @@ def test_a_launch_costs_the_host_less_than_6_us():
     kernel, x = jit.Kernel("add", ADD, 64), torch.zeros(64, device="cuda")
     args = (x.data_ptr(), 64, 1)
     kernel(x.device, 1, *args)
-    launch, handle = kernel._local.launch, kernel._handles[x.device.index]
+    launch = kernel._local.__dict__[x.device.index]
 
     def microseconds(call):
         times = []
@@ -114,7 +165,7 @@ def test_a_launch_costs_the_host_less_than_6_us():
             times.append((time.perf_counter() - started) / 200 * 1e6)
         return min(times)
 
-    driver = microseconds(lambda: launch.go(handle, launch.all_pointers, None))
+    driver = microseconds(launch.go)
     ours = microseconds(lambda: kernel(x.device, 1, *args))
     print(f"a launch: {ours:.2f} us, of it the driver {driver:.2f} us")
     assert ours < max(6, driver + 2)

@@ -138,6 +138,35 @@ def test_arguments_that_do_not_fit_are_refused():
             ops.tiled_csl_spmm(*wrong, *rest)
 
 
+@pytest.mark.parametrize("n,columns,passes", [(3, 8, 1), (64, 64, 1), (100, 128, 1), (1500, 256, 6)])
+def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
+    """Without a card: sizes and addresses of one launch."""
+    seen = []
+    monkeypatch.setattr(jit, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
+    monkeypatch.setattr(tiled_csl_spmm, "_planned", tiled_csl_spmm._planned.__wrapped__)
+    monkeypatch.setattr(tiled_csl_spmm, "_kernel", lambda chosen, grid: lambda *args: seen.append((chosen, *args)))
+    (_, words, offsets, _, bias, rows, dtype), _ = arguments(20000, 1003, (1,), 0.8, torch.float16)
+    x, packed = torch.zeros(n, 1008, dtype=dtype), TiledCSL(words, offsets, rows, 1003, dtype)
+    cuts = make_cuts(offsets, 132)
+    y = tiled_csl_spmm._multiply(x, packed, cuts, bias)
+    ((chosen, device, grid, *addresses, n_, m, k_blocks, tiles, all_tiles),) = seen
+    assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (
+        columns,
+        132,
+        n,
+        rows,
+        16,
+        157 * 16,
+        157 * 16 * passes,
+    )
+    assert addresses[:3] == [words.data_ptr(), offsets.data_ptr(), cuts.data_ptr() if n <= 64 else 0]
+    assert addresses[3:6] == [(x.data_ptr(), (n, 1008), columns, 64), bias.data_ptr(), y.data_ptr()]
+    sums, left, ticket = addresses[6:]
+    assert sums - left >= 8 * 132 * chosen.consumers and sums % 16 == left % 8 == 0 < ticket
+    assert y.shape == (n, rows) and y.dtype == dtype and device == x.device
+
+
 # On a card
 
 
@@ -256,7 +285,7 @@ def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_other_cards_take_it(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(jit, "capability", lambda device: capability)
     here = torch.device("cuda", 0), torch.bfloat16, torch.bfloat16
     assert tiled_csl_spmm.path(*here, 64) == "tiled_csl_mma kernel on cuda"
     assert tiled_csl_spmm.path(*here, 65) == "tiled_csl_decode kernel and cuBLAS on cuda"

@@ -34,9 +34,19 @@ def source(file: str, before: str = "", **macros: int) -> str:
     return defines + (FOLDER / "ptx.cuh").read_text() + before + text
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def architecture(device: torch.device) -> str:
     """What to compile for: sm_90a on Hopper, whose own instructions need the a."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
@@ -139,19 +149,23 @@ def _bind_context(device: int) -> None:
 
 
 class _Launch:
-    """One thread's memory for the launches of one kernel, laid out for the arguments of the first one."""
+    """One thread's memory for the launches of one kernel on one device, laid out for the arguments of the first one."""
 
-    def __init__(self, kernel: "Kernel", args: tuple):
+    def __init__(self, kernel: "Kernel", handle: int, args: tuple):
         count = len(args)
-        self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
-        self.values = (ctypes.c_ulonglong * count)()
-        start = ctypes.addressof(self.values)
+        values = (ctypes.c_ulonglong * count)()
+        start = ctypes.addressof(values)
         self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
-        self.config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
-        self.config.attributes, self.config.num_attributes = ctypes.pointer(_SERIALIZE), int(kernel.overlaps)
-        self.pack = functools.partial(struct.Struct(f"{count}Q").pack_into, self.values, 0)
-        self.go = functools.partial(_driver().cuLaunchKernelEx, ctypes.addressof(self.config))
-        self.all_pointers = ctypes.addressof(self.pointers)
+        self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
+        config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
+        config.attributes, config.num_attributes = ctypes.pointer(_SERIALIZE), int(kernel.overlaps)
+        self.grid, self.stream = (
+            ctypes.c_uint.from_buffer(config),
+            ctypes.c_void_p.from_buffer(config, _Config.stream.offset),
+        )
+        self.pack = functools.partial(struct.Struct(f"{count}Q").pack_into, values, 0)
+        addresses = ctypes.addressof(config), handle, ctypes.addressof(self.pointers)
+        self.go = functools.partial(_driver().cuLaunchKernelEx, *addresses, None)
 
 
 @dataclass
@@ -174,25 +188,28 @@ class Kernel:
         """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses too) and tensor maps, in order.
 
         Raises TilepressError with the compiler's log, or naming the driver's error."""
-        handle = self._handles.get(device.index)
-        if handle is None:
-            handle = self._load(device)
-        launch = getattr(self._local, "launch", None)
+        index = device.index
+        launch = self._local.__dict__.get(index)
         if launch is None:
-            _bind_context(torch.cuda.current_device())
-            launch = self._local.launch = _Launch(self, args)
+            launch = self._local.__dict__[index] = self._first_launch(device, args)
         launch.pack(*args)
         for i in launch.maps:
             launch.pointers[i] = args[i].address
-        launch.config.grid[0] = grid
-        launch.config.stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if torch._C._cuda_getDevice() == device.index:
-            status = launch.go(handle, launch.all_pointers, None)
+        launch.grid.value = grid
+        launch.stream.value = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            status = launch.go()
         else:
             with torch.cuda.device(device):
-                status = launch.go(handle, launch.all_pointers, None)
+                status = launch.go()
         if status:
             raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
+
+    def _first_launch(self, device: torch.device, args: tuple) -> _Launch:
+        """In this thread, on this device."""
+        handle = self._handles.get(device.index) or self._load(device)
+        _bind_context(torch.cuda.current_device())
+        return _Launch(self, handle, args)
 
     def _load(self, device: torch.device) -> int:
         from cuda.bindings import driver

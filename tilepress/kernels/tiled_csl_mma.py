@@ -40,7 +40,7 @@ def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> T
     columns = next(c for c in BLOCKS if n <= c or c == 64)
     tiles = packed.offsets.numel() - 1
     all_tiles = tiles * -(-n // columns)
-    most = torch.cuda.get_device_properties(x.device).multi_processor_count * BLOCKS[columns]
+    most = jit.multiprocessors(x.device) * BLOCKS[columns]
     grid = max(1, min(most, all_tiles // _FEWEST_TILES))
     flags = -(-8 * grid // 256) * 256
     scratch = torch.empty(flags + grid * 128 * columns * 4, dtype=torch.uint8, device=x.device)

@@ -131,7 +131,6 @@ _TABLE = {8: _FEW, 16: _FEW, 32: _FEW, 64: _64, 96: _MANY, 128: _MANY, 160: _MAN
 _X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
-@functools.lru_cache(maxsize=4096)
 def configuration(density: float, columns: int, dtype: torch.dtype) -> Configuration:
     """For a weight with this share of words, and one of COLUMNS."""
     mean = 256 * tiled_csl.TILE_ROWS * density  # bytes of a tile's words
@@ -140,7 +139,6 @@ def configuration(density: float, columns: int, dtype: torch.dtype) -> Configura
     return Configuration(columns, *chosen[1:], dtype == torch.bfloat16)
 
 
-@functools.lru_cache(maxsize=4096)
 def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
     """Which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
     add up what the others have left, one after the other."""
@@ -167,12 +165,21 @@ def make_cuts(offsets: Tensor, parts: int) -> Tensor:
 
 def blocks(device: torch.device) -> int:
     """How many the kernel is launched with: one for each multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return jit.multiprocessors(device)
 
 
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
     return jit.Kernel("tiled_csl_spmm", chosen.source, chosen.threads, chosen.shared_bytes(grid), overlaps=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    n: int, words: int, rows: int, cols: int, dtype: torch.dtype, grid: int
+) -> tuple[Configuration, jit.Kernel]:
+    """For n rows of x and a weight of so many words."""
+    chosen = configuration(words / (rows * cols), columns_for(n, rows, cols, grid), dtype)
+    return chosen, _kernel(chosen, grid)
 
 
 _tickets = itertools.count(secrets.randbits(62))
@@ -222,7 +229,7 @@ def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: t
     """Which kernel takes n rows of x, or None for decoding and cuBLAS."""
     if dtype != value_dtype:
         return None
-    if torch.cuda.get_device_capability(device)[0] == 9:
+    if jit.capability(device)[0] == 9:
         return "tiled_csl_spmm" if n <= MOST_ROWS else None
     return "tiled_csl_mma" if n <= tiled_csl_mma.MOST_ROWS else None
 
@@ -240,8 +247,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: 
     """x as `_aligned` makes it -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
-    columns = columns_for(n, rows, cols, grid)
-    chosen = configuration(packed.words.numel() / (rows * cols), columns, packed.dtype)
+    chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
     if chosen.consumers == 2:
         cuts = None  # equal numbers of tiles
     else:
@@ -249,15 +255,15 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: 
         if cuts.shape != (grid + 1,) or cuts.device != x.device:
             raise ValueError(f"cuts for {cuts.numel() - 1} blocks on {cuts.device}, not for {grid} on {x.device}")
     flags = -(-8 * chosen.consumers * grid // 256) * 256
-    scratch = torch.empty(flags + grid * 128 * columns * 4, dtype=torch.uint8, device=x.device)
+    scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
     tiles = packed.offsets.numel() - 1
-    _kernel(chosen, grid)(
+    kernel(
         x.device,
         grid,
         packed.words.data_ptr(),
         packed.offsets.data_ptr(),
         0 if cuts is None else cuts.data_ptr(),
-        jit.tensor_map(x, columns, 64),
+        jit.tensor_map(x, chosen.columns, 64),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         scratch.data_ptr() + flags,
@@ -267,7 +273,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: 
         rows,
         -(-cols // tiled_csl.TILE_COLS),
         tiles,
-        tiles * -(-n // columns),
+        tiles * -(-n // chosen.columns),
     )
     return y
 
@@ -288,11 +294,12 @@ def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None
     return y
 
 
+@functools.cache
 def _why_not(device: torch.device) -> str | None:
     """Why the reference serves a device, or None."""
     if device.type != "cuda":
         return ""
-    if torch.cuda.get_device_capability(device)[0] < 8:
+    if jit.capability(device)[0] < 8:
         return " (the card is older than sm_80)"
     return f" ({jit.missing()})" if jit.missing() else None
 
