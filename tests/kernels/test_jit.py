@@ -1,5 +1,6 @@
 """Compiling, keeping and launching kernels."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -36,6 +37,15 @@ def test_a_cubin_is_compiled_once_and_told(cache, capfd):
     assert any(path.is_file() for path in cache.rglob("*"))
 
 
+def test_what_is_kept_can_be_made_again(cache):
+    jit.cached_cubin("add", ADD, "sm_80")
+    (kept,) = (path for path in cache.rglob("*") if path.is_file() and path.stat().st_size > 500)
+    kept.write_bytes(b"damaged")
+    assert jit.cached_cubin("add", ADD, "sm_80") == b"damaged"  # nobody can tell before the driver does
+    code = jit.cached_cubin("add", ADD, "sm_80", again=True)
+    assert len(code) > 500 and jit.cached_cubin("add", ADD, "sm_80") == code
+
+
 def test_errors_carry_the_compilers_log():
     with pytest.raises(TilepressError, match='identifier "nothing" is undefined'):
         jit.compile_cubin("bad", 'extern "C" __global__ void bad() { nothing(); }', "sm_80")
@@ -63,7 +73,7 @@ def test_nothing_is_compiled_or_imported_with_the_package():
 @pytest.fixture
 def driver(monkeypatch):
     """A driver that writes down what it is to launch, where there is no card: one dict a launch."""
-    seen, here = [], {"device": 0}
+    seen = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     def launch(config, handle, pointers, extra):
@@ -80,8 +90,8 @@ def driver(monkeypatch):
     monkeypatch.setattr(jit, "_driver", lambda: Driver)
     monkeypatch.setattr(jit, "_bind_context", lambda device: None)
     monkeypatch.setattr(jit.Kernel, "_load", lambda self, device: 70 + device.index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: here["device"])
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here["device"], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
     return seen
 

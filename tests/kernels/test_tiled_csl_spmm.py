@@ -9,6 +9,7 @@ import torch
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
 from tilepress.kernels import jit, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
+from tilepress.runtime.modules import TiledCSLLinear
 
 ops = torch.ops.tilepress
 H200_BLOCKS, SHARED_BYTES = 132, 227 * 1024
@@ -40,11 +41,11 @@ def arguments(rows=70, cols=130, n=(2, 3), sparsity=0.7, dtype=torch.bfloat16, b
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(*n, cols, generator=generator).to(dtype).to(device)
     b = torch.randn(rows, generator=generator).to(dtype).to(device) if bias else None
-    return (x, packed.words, packed.offsets, None, b, rows, dtype), weight.double()
+    return (x, packed.words, packed.offsets, b, rows, dtype), weight.double()
 
 
 def exact(args, weight):
-    x, bias = args[0].double().cpu(), args[4]
+    x, bias = args[0].double().cpu(), args[3]
     return x @ weight.t() + (0 if bias is None else bias.double().cpu())
 
 
@@ -83,7 +84,7 @@ def test_against_float64(rows, cols, n, sparsity, bias, dtype, device):
 def test_values_keep_their_dtype_under_another_activation_dtype(device):
     args, weight = arguments(dtype=torch.float16, device=device)
     x = args[0].double().cpu()
-    found = ops.tiled_csl_spmm(args[0].float(), *args[1:4], None, *args[5:])
+    found = ops.tiled_csl_spmm(args[0].float(), *args[1:3], None, *args[4:])
     torch.testing.assert_close(found.double().cpu(), x @ weight.t(), rtol=1e-5, atol=1e-4)
 
 
@@ -91,7 +92,7 @@ def test_values_keep_their_dtype_under_another_activation_dtype(device):
 def test_opcheck(device):
     args, _ = arguments(device=device)
     torch.library.opcheck(ops.tiled_csl_spmm.default, args)
-    words, offsets, rows, dtype = args[1], args[2], *args[5:]
+    words, offsets, rows, dtype = args[1], args[2], *args[4:]
     torch.library.opcheck(ops.tiled_csl_decode.default, (words, offsets, rows, args[0].shape[-1], dtype))
 
 
@@ -118,6 +119,23 @@ def test_cuts_are_equal_shares_in_order():
     assert cuts[-1] == 80 and max(b - a for a, b in itertools.pairwise(cuts)) <= 6  # empty tiles take time too
 
 
+def test_cuts_are_made_once_for_a_weight_and_again_when_it_is_written():
+    packed = pack(sparse(256, 256, 0.5, torch.float16))
+    cuts = tiled_csl_spmm._cuts_of(packed, 4)
+    assert tiled_csl_spmm._cuts_of(packed, 4) is cuts and torch.equal(cuts, make_cuts(packed.offsets, 4))
+    assert tiled_csl_spmm._cuts_of(packed, 5).shape == (6,)
+    packed.words.mul_(1)
+    assert tiled_csl_spmm._cuts_of(packed, 5) is not cuts
+    with torch.inference_mode():
+        assert tiled_csl_spmm._cuts_of(pack(sparse(128, 64, 0.5, torch.float16)), 2).tolist() == [0, 1, 1]
+
+
+def test_a_bias_of_another_dtype():
+    args, weight = arguments(dtype=torch.float16)
+    found = ops.tiled_csl_spmm(*args[:3], args[3].float(), *args[4:])
+    assert found.dtype == torch.float16 and relative_error(found, exact(args, weight)) < 2e-3
+
+
 def test_columns_fit_and_small_weights_get_fewer():
     assert [columns_for(n, 8192, 8192, 132) for n in (1, 8, 9, 33, 64, 65, 96)] == [8, 8, 16, 64, 64, 96, 96]
     assert all(columns_for(n, 28672, 8192, 132) >= n for n in range(1, 257))
@@ -127,12 +145,12 @@ def test_columns_fit_and_small_weights_get_fewer():
 
 def test_arguments_that_do_not_fit_are_refused():
     args, _ = arguments(200, 300)
-    x, words, offsets, _, bias, *rest = args
+    x, words, offsets, bias, *rest = args
     for wrong in (
-        (x[..., :200], words, offsets, None, bias),
-        (x, words, offsets[:-1], None, bias),
-        (x, words, offsets, None, bias[:-1]),
-        (x, words[::2], offsets, None, bias),
+        (x[..., :200], words, offsets, bias),
+        (x, words, offsets[:-1], bias),
+        (x, words, offsets, bias[:-1]),
+        (x, words[::2], offsets, bias),
     ):
         with pytest.raises(ValueError):
             ops.tiled_csl_spmm(*wrong, *rest)
@@ -146,10 +164,10 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
     monkeypatch.setattr(tiled_csl_spmm, "_planned", tiled_csl_spmm._planned.__wrapped__)
     monkeypatch.setattr(tiled_csl_spmm, "_kernel", lambda chosen, grid: lambda *args: seen.append((chosen, *args)))
-    (_, words, offsets, _, bias, rows, dtype), _ = arguments(20000, 1003, (1,), 0.8, torch.float16)
+    (_, words, offsets, bias, rows, dtype), _ = arguments(20000, 1003, (1,), 0.8, torch.float16)
     x, packed = torch.zeros(n, 1008, dtype=dtype), TiledCSL(words, offsets, rows, 1003, dtype)
-    cuts = make_cuts(offsets, 132)
-    y = tiled_csl_spmm._multiply(x, packed, cuts, bias)
+    y = tiled_csl_spmm._multiply(x, packed, bias)
+    cuts = tiled_csl_spmm._cuts_of(packed, 132)
     ((chosen, device, grid, *addresses, n_, m, k_blocks, tiles, all_tiles),) = seen
     assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (
         columns,
@@ -187,15 +205,35 @@ def test_every_configuration_is_right_and_deterministic(n, sparsity):
 
 @pytest.mark.gpu
 @HOPPER
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_few_blocks_use_their_windows_again_and_again(monkeypatch, grid, columns):
+    """1 block has 480 tiles: windows, slots of x and batches of offsets go round many times; 40 share row blocks among four."""
+    monkeypatch.setattr(tiled_csl_spmm, "blocks", lambda device: grid)
+    monkeypatch.setattr(tiled_csl_spmm, "columns_for", lambda *sizes: columns)
+    tiled_csl_spmm._planned.cache_clear()
+    try:
+        for sparsity in (0.0, 0.6, 0.7, 0.8, 0.9, 0.97):
+            for n in {columns, columns // 2 + 1, 2 * columns + 5 if columns > 64 else columns}:
+                args, weight = arguments(1531, 2500, (n,), sparsity, torch.float16, True, "cuda")
+                found = ops.tiled_csl_spmm(*args)
+                assert relative_error(found, exact(args, weight)) < 2e-3, (sparsity, n)
+                assert torch.equal(ops.tiled_csl_spmm(*args), found)
+    finally:
+        tiled_csl_spmm._planned.cache_clear()
+
+
+@pytest.mark.gpu
+@HOPPER
 @pytest.mark.parametrize("columns", [3, 48, 100, 500])
 def test_uneven_rows(columns):
-    """Dense rows, empty rows and tiles with far more words than a ring's stage beside sparse ones."""
+    """Dense rows, empty rows and tiles with far more words than a chunk beside sparse ones."""
     weight = sparse(1000, 1600, 0.9, torch.float16)
     weight[100:300] = torch.randn(200, 1600)
     weight[:, 640:704] = torch.randn(1000, 64)
     weight[500:700] = 0
     packed, x = pack(weight).to("cuda"), torch.randn(columns, 1600, dtype=torch.float16, device="cuda")
-    args = (x, packed.words, packed.offsets, None, None, 1000, torch.float16)
+    args = (x, packed.words, packed.offsets, None, 1000, torch.float16)
     found = ops.tiled_csl_spmm(*args)
     assert relative_error(found, exact(args, weight.double())) < 2e-3 and not bool(found[:, 500:640].any())
     assert torch.equal(ops.tiled_csl_spmm(*args), found)
@@ -222,8 +260,6 @@ def test_inputs_that_are_not_aligned_or_contiguous():
 @pytest.mark.parametrize("n", [5, 200])
 def test_graphs_replay_and_streams_do_not_meet(n):
     args, weight = arguments(2048, 2048, (n,), 0.8, torch.float16, True, "cuda")
-    cuts = make_cuts(args[2], tiled_csl_spmm.blocks(torch.device("cuda", 0)))
-    args = (*args[:3], cuts, *args[4:])
     expected = ops.tiled_csl_spmm(*args)
     graph, static = torch.cuda.CUDAGraph(), args[0].clone()
     side = torch.cuda.Stream()
@@ -276,10 +312,48 @@ def test_decoding_waits_for_a_product_before_it():
 def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
     x, packed = tiled_csl_spmm._aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
-    first = tiled_csl_mma.multiply(x, packed, args[4], 7)
+    first = tiled_csl_mma.multiply(x, packed, args[3], 7)
     assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
     for ticket in (8, 8, 9):
-        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[4], ticket), first)
+        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[3], ticket), first)
+
+
+@pytest.mark.gpu
+def test_the_kernel_for_other_cards_reads_no_further_than_x():
+    args, weight = arguments(300, 520, (5,), 0.8, torch.float16, False, "cuda")
+    wide = torch.full((5, 1024), float("nan"), dtype=torch.float16, device="cuda")
+    wide[:, :520] = args[0]
+    x = tiled_csl_spmm._aligned(wide[:, :520])
+    assert x.stride(0) == 1024
+    found = tiled_csl_mma.multiply(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None, 7)
+    assert relative_error(found, exact(args, weight)) < 2e-3
+    assert relative_error(ops.tiled_csl_spmm(wide[:, :520], *args[1:]), exact(args, weight)) < 2e-3
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [4, 200, 2000])
+def test_a_layer_compiles_whole_and_needs_no_grad_mode(n):
+    args, weight = arguments(256, 512, (n,), 0.8, torch.bfloat16, True, "cuda")
+    layer = TiledCSLLinear(TiledCSL(*args[1:3], 256, 512, torch.bfloat16), True, torch.bfloat16)
+    layer.bias.data.copy_(args[3])
+    torch._dynamo.reset()
+    x = args[0].clone().requires_grad_()
+    for call in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer):
+        assert relative_error(call(x).detach(), exact(args, weight)) < 4e-3
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_weight_that_is_written_again_is_waited_for():
+    args, weight = arguments(640, 1280, (100,), 0.8, torch.float16, False, "cuda")
+    words, offsets = torch.zeros_like(args[1]), args[2].clone()
+    packed = TiledCSL(words, offsets, 640, 1280, torch.float16)
+    cuts = tiled_csl_spmm._cuts_of(packed, 132)
+    assert tiled_csl_spmm._cuts_of(packed, 132) is cuts
+    words.copy_(args[1])
+    assert tiled_csl_spmm._cuts_of(packed, 132) is not cuts
+    assert relative_error(ops.tiled_csl_spmm(args[0], words, offsets, *args[3:]), exact(args, weight)) < 2e-3
 
 
 @pytest.mark.gpu
@@ -306,7 +380,6 @@ def test_other_dtypes_decode(rows):
 @pytest.mark.parametrize("n", [16, 700])
 def test_one_launch_and_no_other_kernel(n):
     args, _ = arguments(1024, 1024, (n,), 0.8, torch.float16, True, "cuda")
-    args = (*args[:3], make_cuts(args[2], tiled_csl_spmm.blocks(args[0].device)), *args[4:])
     ops.tiled_csl_spmm(*args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         ops.tiled_csl_spmm(*args)
@@ -363,7 +436,7 @@ def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     assert chosen.shared_bytes(H200_BLOCKS) <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", tiled_csl_mma.BLOCKS)
 def test_the_kernel_for_other_cards_compiles(columns, dtype, arch):

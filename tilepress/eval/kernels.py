@@ -135,10 +135,9 @@ def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: f
     copies = copies_of(packed.words.nbytes)
     inputs = [(packed.words.clone(), packed.offsets.clone()) for _ in range(copies)]
     shape = (packed.rows, packed.dtype)
-    cuts = tiled_csl_spmm.make_cuts(packed.offsets, tiled_csl_spmm.blocks(x.device))
 
     def launch(i: int) -> Tensor:
-        return torch.ops.tilepress.tiled_csl_spmm(x, *inputs[i], cuts, None, *shape)
+        return torch.ops.tilepress.tiled_csl_spmm(x, *inputs[i], None, *shape)
 
     poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
     del poison  # the memory that the result will most likely get

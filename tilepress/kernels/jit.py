@@ -24,7 +24,7 @@ from torch import Tensor
 from tilepress.formats import TilepressError
 
 FOLDER = Path(__file__).parent
-_WITHOUT = "pip install cuda-core (with CUDA 13's NVRTC and bindings)"
+_HINT = "kernels are tried with CUDA 13's NVRTC: pip install 'tilepress[cuda]'"
 
 
 def source(file: str, before: str = "", **macros: int) -> str:
@@ -35,13 +35,17 @@ def source(file: str, before: str = "", **macros: int) -> str:
 
 
 @functools.cache
+def _properties(index: int):
+    return torch.cuda.get_device_properties(index)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    found = _properties(torch.cuda.current_device() if device.index is None else device.index)
+    return found.major, found.minor
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return _properties(device.index).multi_processor_count
 
 
 def architecture(device: torch.device) -> str:
@@ -72,7 +76,7 @@ def compile_cubin(name: str, source: str, arch: str) -> tuple[bytes, str]:
         return bytes(program.compile("cubin", logs=_Writer(log)).code), "".join(log)
     except Exception as error:
         raise TilepressError(
-            f"kernel {name} does not compile for {arch}: {error}\n{''.join(log)}".rstrip(), _WITHOUT
+            f"kernel {name} does not compile for {arch}: {error}\n{''.join(log)}".rstrip(), _HINT
         ) from error
 
 
@@ -87,15 +91,15 @@ def _options(arch: str):
     return ProgramOptions(arch=arch, std="c++17", ptxas_options="-v", no_cache=True)  # its own cache loses the log
 
 
-def cached_cubin(name: str, source: str, arch: str) -> bytes:
-    """The same from disk, compiled and kept if it is not there; a folder that cannot be written only costs the next process its time."""
+def cached_cubin(name: str, source: str, arch: str, again: bool = False) -> bytes:
+    """The same from disk, compiled and kept if it is not there, or `again`; a folder that cannot be written only costs the next process its time."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     try:
         folder = Path(os.environ.get("TILEPRESS_CACHE") or Path.home() / ".cache" / "tilepress" / "kernels")
         cache = FileStreamProgramCache(str(folder))
         key = make_program_cache_key(code=source, code_type="c++", options=_options(arch), target_type="cubin")
-        if (found := cache.get(key)) is not None:
+        if not again and (found := cache.get(key)) is not None:
             return bytes(found)
     except (OSError, RuntimeError):  # a folder that cannot be made, or nobody's home
         cache = None
@@ -208,7 +212,8 @@ class Kernel:
     def _first_launch(self, device: torch.device, args: tuple) -> _Launch:
         """In this thread, on this device."""
         handle = self._handles.get(device.index) or self._load(device)
-        _bind_context(torch.cuda.current_device())
+        with torch.cuda.device(device):
+            _bind_context(device.index)
         return _Launch(self, handle, args)
 
     def _load(self, device: torch.device) -> int:
@@ -224,7 +229,10 @@ class Kernel:
             code = cached_cubin(self.name, self.source, architecture(device))
             with torch.cuda.device(device):
                 torch.cuda.current_stream().synchronize()  # makes the context
-                library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+                status, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0)
+                if int(status):  # a damaged file
+                    code = cached_cubin(self.name, self.source, architecture(device), again=True)
+                    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
                 kernel = _checked(driver.cuLibraryGetKernel(library, self.name.encode()))
                 if self.shared_bytes > 48 * 1024:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -250,16 +258,18 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
     """Of a 16-bit matrix [rows, columns], contiguous rows, 16-byte aligned: boxes with 128-byte swizzle, zeros beyond the edges. Kept for
     matrices at the same address."""
     rows, columns = matrix.shape
-    return _tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0), matrix.dtype, box_rows, box_columns)
+    address, device = matrix.data_ptr(), matrix.device.index
+    return _tensor_map(address, device, rows, columns, matrix.stride(0), matrix.dtype, box_rows, box_columns)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tensor_map(
-    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
+    address: int, device: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
 ) -> TensorMap:
     from cuda.bindings import driver
 
-    _bind_context(torch.cuda.current_device())
+    with torch.cuda.device(device):
+        _bind_context(device)
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t

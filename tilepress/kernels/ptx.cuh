@@ -1,9 +1,8 @@
 // What the kernels need of PTX: shared memory by address, mbarriers, TMA, wgmma, programmatic launches. No header of CUDA's is needed.
-// What sm_80 lacks is there only for sm_90a.
+// What sm_80 lacks is there only from sm_90 on.
 typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void sts_zero(u32 a) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(a), "r"(0) : "memory"); }
 __device__ __forceinline__ uint4 lds128(u32 a) {
   uint4 v;

@@ -11,7 +11,7 @@ THREADS = 512
 
 
 def source() -> str:
-    return jit.source("read_bandwidth.cu", BF16=0)
+    return jit.source("read_bandwidth.cu")
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 // W [rows, cols] from Tiled-CSL (formats/tiled_csl.py), sm_80 and later: a block rebuilds 128 rows and 64 columns in shared memory and writes them out.
 //
-// Macros: BF16 (not used: values are copied). Grid: row blocks x column blocks, columns first. 256 threads.
+// Grid: row blocks x column blocks, columns first. 256 threads.
+
+#include "tiled_csl.cuh"
 
 #define THREADS 256
-#define TILE_BYTES (128 * 128)
 #define WINDOW (TILE_BYTES + 128)  // padding words fall behind the tile
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -15,10 +16,7 @@ tiled_csl_decode(const uint4* words, const int* offsets, u16* w, int rows, int c
   __syncthreads();
   for (int first = __ldg(offsets + tile); first < end; first += THREADS) {
     const int i = first + threadIdx.x;
-    if (i < end) {
-      const uint4 q = __ldg(words + i);
-      sts16(window + (q.x >> 16), q.x); sts16(window + (q.y >> 16), q.y); sts16(window + (q.z >> 16), q.z); sts16(window + (q.w >> 16), q.w);
-    }
+    if (i < end) scatter(window, __ldg(words + i), true);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) {  // 8 columns of a row

@@ -18,7 +18,7 @@ def tiled_csl_decode_ref(words: Tensor, offsets: Tensor, rows: int, cols: int, v
 
 
 def source() -> str:
-    return jit.source("tiled_csl_decode.cu", BF16=0)
+    return jit.source("tiled_csl_decode.cu")
 
 
 @functools.cache

@@ -6,11 +6,11 @@
 // x's 8 columns likewise. W is walked through once for every NT columns of y, a block takes an equal share of all these tiles; sums that blocks
 // share are those of split_sum.cuh.
 //
-// Macros: NT columns of y, 8 .. 64; BLOCKS of a multiprocessor; BF16. 128 threads; x in rows of `stride`, a multiple of 8, with zeros behind K.
+// Macros: NT columns of y, 8 .. 64; BLOCKS of a multiprocessor; BF16. 128 threads; x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
 
+#include "tiled_csl.cuh"
 #include "split_sum.cuh"
 
-#define TILE_BYTES (128 * 128)
 #define WINDOW (TILE_BYTES + 128)             // padding words fall behind the tile
 #define GROUPS 4                              // 16-byte words a thread that are fetched ahead
 #define ACC (2 * NT / 2)                      // two m16 of a warp's 32 rows, NT / 8 n8, 4 each
@@ -23,11 +23,6 @@ __device__ __forceinline__ void load(Words& w, const uint4* words, const int* of
   w.at = __ldg(offsets + tile) + threadIdx.x; w.end = __ldg(offsets + tile + 1);
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) ldg128_if(w.q[g], words + w.at + g * 128, w.at + g * 128 < w.end);
-}
-
-__device__ __forceinline__ void scatter(u32 window, const uint4& q, bool ok) {
-  sts16_if(window + (q.x >> 16), q.x, ok); sts16_if(window + (q.y >> 16), q.y, ok);
-  sts16_if(window + (q.z >> 16), q.z, ok); sts16_if(window + (q.w >> 16), q.w, ok);
 }
 
 __device__ __forceinline__ void fill(u32 window, const Words& w, const uint4* words) {
@@ -45,15 +40,15 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u16* x, int n, int stride, int k, int row, int quad, int group) {
+__device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u16* x, int n, int k, int stride, int first, int row, int quad, int group) {
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {                   // 32 columns
-    const int column = k + part * 32 + quad * 8;
+    const int column = first + part * 32 + quad * 8;
     uint4 b[NT / 8];
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j) {
       const int col = j * 8 + group;
-      b[j] = col < n && column < stride ? *(const uint4*)(x + (u64)col * stride + column) : make_uint4(0, 0, 0, 0);
+      b[j] = col < n && column < k ? *(const uint4*)(x + (u64)col * stride + column) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -75,7 +70,7 @@ __device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u1
 
 extern "C" __global__ void __launch_bounds__(128, BLOCKS)
 tiled_csl_mma(const uint4* words, const int* offsets, const u16* x, const u16* bias, u16* y, float* sums, u64* left, u64 ticket,
-              int n, int m, int stride, int k_blocks, int tiles_of_w, int all_tiles) {
+              int n, int m, int k, int stride, int k_blocks, int tiles_of_w, int all_tiles) {
   __shared__ __align__(128) unsigned char shared[WINDOW];
   const u32 window = shared_address(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -96,7 +91,7 @@ tiled_csl_mma(const uint4* words, const int* offsets, const u16* x, const u16* b
     while (tile-- > stop) {
       fill(window, now, words);
       if (tile > begin) load(now, words, offsets, (tile - 1) % tiles_of_w);
-      multiply(acc, window, x + (u64)column * stride, n - column, stride, (tile - start) * 64, row, quad, group);
+      multiply(acc, window, x + (u64)column * stride, n - column, k, stride, (tile - start) * 64, row, quad, group);
       __syncthreads();
     }
     ++tile;

@@ -12,12 +12,8 @@ from tilepress.formats.tiled_csl import TILE_COLS, TiledCSL
 from tilepress.kernels import jit
 
 MOST_ROWS = 64  # of x: beyond, W is decoded once rather than read again
-BLOCKS = {
-    8: 7,
-    16: 6,
-    32: 4,
-    64: 2,
-}  # of a multiprocessor, for so many columns of y at once; as many as registers allow
+# Of a multiprocessor, for so many columns of y at once: as many as registers allow.
+BLOCKS = {8: 6, 16: 6, 32: 4, 64: 2}
 _FEWEST_TILES = 8  # of a block: blocks that share a row block add up one after the other
 _THREADS = 128
 
@@ -33,7 +29,7 @@ def _kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
 
 
 def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> Tensor:
-    """x [n, stride] of the values' dtype, stride(0) a multiple of 8, zeros behind packed.cols -> y [n, rows], in one launch. No other launch that
+    """x [n, packed.cols rounded up to 8, zeros there] of the values' dtype, 16-byte aligned rows -> y [n, rows], in one launch. No other launch that
     runs at the same time may have the same ticket."""
     n, rows = len(x), packed.rows
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
@@ -57,6 +53,7 @@ def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> T
         ticket,
         n,
         rows,
+        x.shape[1],
         x.stride(0),
         -(-packed.cols // TILE_COLS),
         tiles,

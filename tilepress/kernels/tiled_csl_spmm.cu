@@ -14,17 +14,17 @@
 // W is walked through once for every NT columns of y. Of all these tiles a block takes cuts[b] .. cuts[b + 1], equal shares of bytes, or, without
 // cuts, of tiles; sums that blocks share are those of split_sum.cuh.
 //
-// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what the kernel just before writes. A block takes
+// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running. A block takes
 // up to 227 KB of shared memory and, with its warps, all registers.
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
 // take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
 // as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns comes from kernels/ptx.py.
 
+#include "tiled_csl.cuh"
 #include "split_sum.cuh"
 
 #define ROWS 128
-#define TILE_BYTES (ROWS * 128)
 #define WINDOW (TILE_BYTES + 1024)            // padding words fall behind the tile
 #if SWAP                                      // x is operand A, W's window B: one m64 x 128 accumulator
 #define M64 1
@@ -134,11 +134,7 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
       if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
     }
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      const bool ok = g * 32 + lane < now.count;
-      sts16_if(window + (q[g].x >> 16), q[g].x, ok); sts16_if(window + (q[g].y >> 16), q[g].y, ok);
-      sts16_if(window + (q[g].z >> 16), q[g].z, ok); sts16_if(window + (q[g].w >> 16), q[g].w, ok);
-    }
+    for (int g = 0; g < GROUPS; ++g) scatter(window, q[g], g * 32 + lane < now.count);
     if (UNSCATTER) {
       held = now.first && now.last ? now.count : -1;
 #pragma unroll

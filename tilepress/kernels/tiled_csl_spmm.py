@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from torch.utils.weak import WeakIdKeyDictionary
 
-from tilepress.formats import tiled_csl
+from tilepress.formats import TilepressError, tiled_csl
 from tilepress.kernels import jit, library, ptx, tiled_csl_mma
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
-    "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? cuts, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
+    "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
 MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, at any sparsity
@@ -30,19 +31,13 @@ _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLA
 
 
 def tiled_csl_spmm_ref(
-    x: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    cuts: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    value_dtype: torch.dtype,
+    x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
 ) -> Tensor:
-    """x [..., cols] floating, words int32, offsets int32 [tiles + 1], cuts of `make_cuts` or None, bias [rows] or None -> [..., rows] of x's
-    dtype. Values are converted to x's dtype before the product."""
+    """x [..., cols] floating, words int32, offsets int32 [tiles + 1], bias [rows] or None -> [..., rows] of x's dtype. Values and bias are converted
+    to x's dtype before the product. For inference: on a card no gradient comes back."""
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
-    return linear(x, tiled_csl.unpack(packed).to(x.dtype), bias)
+    return linear(x, tiled_csl.unpack(packed).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -163,6 +158,25 @@ def make_cuts(offsets: Tensor, parts: int) -> Tensor:
     return torch.cat(edges).to(offsets.device, torch.int32)
 
 
+_cuts = WeakIdKeyDictionary()  # of offsets, with what they were made from
+
+
+def _cuts_of(packed: tiled_csl.TiledCSL, grid: int) -> Tensor:
+    """A weight's cuts, made where it is first multiplied. That this waits for the device is what lets the kernel read words, offsets and cuts before
+    the kernels ahead of it have ended. Raises TilepressError inside a CUDA graph."""
+    parts = packed.words, packed.offsets
+    version = grid, *(0 if part.is_inference() else part._version for part in parts)
+    made, cuts = _cuts.get(packed.offsets, (None, None))
+    if made != version:
+        if packed.offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise TilepressError(
+                "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
+            )
+        cuts = make_cuts(packed.offsets, grid)
+        _cuts[packed.offsets] = version, cuts
+    return cuts
+
+
 def blocks(device: torch.device) -> int:
     """How many the kernel is launched with: one for each multiprocessor."""
     return jit.multiprocessors(device)
@@ -186,24 +200,22 @@ _tickets = itertools.count(secrets.randbits(62))
 
 
 def _cuda(
-    x: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    cuts: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    value_dtype: torch.dtype,
+    x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
 ) -> Tensor:
-    if _why_not(x.device):
-        return tiled_csl_spmm_ref(x, words, offsets, cuts, bias, rows, value_dtype)
+    if _why_not(x.device) is not None:
+        return tiled_csl_spmm_ref(x, words, offsets, bias, rows, value_dtype)
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
     flat = x.reshape(-1, packed.cols)
+    if bias is not None:
+        bias = bias.to(x.dtype)
     kernel = _kernel_for(len(flat), x.device, x.dtype, value_dtype)
-    if kernel is None or len(flat) == 0 or (bias is not None and bias.dtype != value_dtype):
+    if len(flat) == 0:
+        y = x.new_empty(0, rows)
+    elif kernel is None:
         y = _multiply_decoded(flat, packed, bias)
     elif kernel == "tiled_csl_spmm":
-        y = _multiply(_aligned(flat), packed, cuts, bias)
+        y = _multiply(_aligned(flat), packed, bias)
     else:
         y = tiled_csl_mma.multiply(_aligned(flat), packed, bias, next(_tickets))
     return y.view(*x.shape[:-1], rows)
@@ -235,7 +247,7 @@ def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: t
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x [n, cols], with rows that begin at multiples of 16 bytes, and zeros behind them."""
+    """x [n, cols], with rows of a multiple of 8 columns that begin at multiples of 16 bytes. A kernel more where cols is no multiple of 8."""
     if x.shape[1] % 8:
         x = pad(x, (0, -x.shape[1] % 8))
     if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
@@ -243,17 +255,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x
 
 
-def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
     """x as `_aligned` makes it -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    if chosen.consumers == 2:
-        cuts = None  # equal numbers of tiles
-    else:
-        cuts = make_cuts(packed.offsets, grid) if cuts is None else cuts
-        if cuts.shape != (grid + 1,) or cuts.device != x.device:
-            raise ValueError(f"cuts for {cuts.numel() - 1} blocks on {cuts.device}, not for {grid} on {x.device}")
+    cuts = _cuts_of(packed, grid)
     flags = -(-8 * chosen.consumers * grid // 256) * 256
     scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
     tiles = packed.offsets.numel() - 1
@@ -262,7 +269,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, cuts: Tensor | None, bias: 
         grid,
         packed.words.data_ptr(),
         packed.offsets.data_ptr(),
-        0 if cuts is None else cuts.data_ptr(),
+        cuts.data_ptr() if chosen.consumers == 1 else 0,  # 0: equal numbers of tiles
         jit.tensor_map(x, chosen.columns, 64),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
@@ -282,21 +289,22 @@ def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None
     """x [n, cols] -> [n, rows] by cuBLAS, for _DECODED_ROWS of W at a time."""
     y = torch.empty(len(x), packed.rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
-    for first in range(0, packed.rows, _DECODED_ROWS):
-        last = min(first + _DECODED_ROWS, packed.rows)
-        tiles = slice(first // tiled_csl.TILE_ROWS * k_blocks, -(-last // tiled_csl.TILE_ROWS) * k_blocks + 1)
-        dense = tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
-        dense, out = dense.to(x.dtype).t(), y[:, first:last]
-        if bias is None:
-            torch.mm(x, dense, out=out)
-        else:
-            torch.addmm(bias[first:last].to(x.dtype), x, dense, out=out)
+    with torch.no_grad():  # out= has no gradient
+        for first in range(0, packed.rows, _DECODED_ROWS):
+            last = min(first + _DECODED_ROWS, packed.rows)
+            tiles = slice(first // tiled_csl.TILE_ROWS * k_blocks, -(-last // tiled_csl.TILE_ROWS) * k_blocks + 1)
+            dense = tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
+            dense, out = dense.to(x.dtype).t(), y[:, first:last]
+            if bias is None:
+                torch.mm(x, dense, out=out)
+            else:
+                torch.addmm(bias[first:last], x, dense, out=out)
     return y
 
 
 @functools.cache
 def _why_not(device: torch.device) -> str | None:
-    """Why the reference serves a device, or None."""
+    """Why the reference serves a device (nothing to say of the CPU), or None where kernels do."""
     if device.type != "cuda":
         return ""
     if jit.capability(device)[0] < 8:
@@ -309,7 +317,7 @@ library.impl("tiled_csl_spmm", _cuda, "CUDA")
 
 
 @torch.library.register_fake("tilepress::tiled_csl_spmm")
-def _(x, words, offsets, cuts, bias, rows, value_dtype):
+def _(x, words, offsets, bias, rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from tilepress.formats import TilepressError
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_csl_spmm
 
@@ -23,7 +22,6 @@ class TiledCSLLinear(nn.Module):
         self.register_buffer("weight", packed.words)
         self.register_buffer("weight_offsets", packed.offsets)
         self.register_buffer("weight_layout", packed.layout().to(packed.words.device))
-        self.cuts: Tensor | None = None  # no buffer: it belongs to a device, not to the weight
         device = packed.words.device
         self.bias = (
             nn.Parameter(torch.empty(packed.rows, dtype=bias_dtype, device=device), requires_grad=False)
@@ -42,21 +40,8 @@ class TiledCSLLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
         return torch.ops.tilepress.tiled_csl_spmm(
-            x, self.weight, self.weight_offsets, self._cuts(), self.bias, self.out_features, self.value_dtype
+            x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
         )
-
-    def _cuts(self) -> Tensor | None:
-        """What the kernel's blocks take, made once for the card that the weight is on."""
-        device = self.weight.device
-        if device.type != "cuda":
-            return None
-        if self.cuts is None or self.cuts.device != device:
-            if torch.cuda.is_current_stream_capturing():
-                raise TilepressError(
-                    "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
-                )
-            self.cuts = tiled_csl_spmm.make_cuts(self.weight_offsets, tiled_csl_spmm.blocks(device))
-        return self.cuts
 
     def path_for(self, dtype: torch.dtype) -> str:
         """The implementation that serves this layer where it is now, for a few rows of activations of a dtype."""
