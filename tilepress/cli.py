@@ -333,9 +333,11 @@ def kernels(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option(metavar="MxK,…", help="Of the weight.  [default: five]", show_default=False)
-    ] = None,
-    columns: Annotated[str, typer.Option(metavar="LIST", help="Rows of x.")] = "1,8,16,32,64,128,256,512,1024,2048",
+        str, typer.Option(metavar="MxK,…", help="Of weights.")
+    ] = "4096x4096,8192x8192,11008x4096,28672x8192,36864x9216",
+    columns: Annotated[
+        str, typer.Option(metavar="LIST", help="N: columns of y, rows of the input.")
+    ] = "1,8,16,32,64,128,256,512,1024,2048",
     sparsity: Annotated[str, typer.Option(metavar="LIST", help="Of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
     dtype: Annotated[str, typer.Option(metavar="LIST", help="Of values and x.")] = "float16,bfloat16",
     json_: Json = False,
@@ -346,17 +348,17 @@ def kernels(
 
     if what != "spmm":
         raise UsageError(f"no benchmark {what!r}", "choose spmm")
-    chosen = [parse_shape(text) for text in shapes.split(",")] if shapes else bench.SHAPES
-    counts = parse_list(columns, "columns")
-    found = bench.spmm(
-        chosen,
-        counts,
-        [parse_share(s) for s in sparsity.split(",")],
-        [parse_dtype(d) for d in dtype.split(",")],
-        lambda at: None if quiet else say(at),
+    cases = (
+        [parse_shape(text) for text in shapes.split(",")],
+        parse_list(columns, "columns"),
+        [parse_share(text) for text in sparsity.split(",")],
+        [parse_dtype(name) for name in dtype.split(",")],
     )
-    if output is not None:
+    if output is not None:  # what cannot be written is told before the work
         output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
+    found = bench.spmm(*cases, lambda at: None if quiet else say(at))
+    if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=2) if json_ else screen.kernels_text(found))
 

@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tilepress.eval import kernels
+from tilepress.formats import TilepressError
 from tilepress.kernels import jit, read_bandwidth
 
 
@@ -18,12 +20,40 @@ from tilepress.kernels import jit, read_bandwidth
         (["spmm", "--shapes", "0x64"], "is no shape"),
         (["spmm", "--columns", "1,x"], "is no list of columns"),
         (["spmm", "--sparsity", "50"], "is no share"),
-        (["spmm", "--dtype", "float16,auto"], "kernels do not multiply None"),
+        (["spmm", "--dtype", "float16,auto"], "multiply float16 and bfloat16"),
+        (["spmm", "--dtype", "bf16"], "--dtype bf16 is unknown"),
+        (["spmm", "--sparsity", "0.5,100%"], "zeros alone"),
+        (["spmm", "--shapes", ""], "is no shape"),
     ],
 )
 def test_wrong_requests_end_with_2(cli, words, message):
     ran = cli("eval", "kernels", *words)
     assert ran.code == 2 and message in ran.err and len(ran.err.strip().splitlines()) == 2
+
+
+def test_an_output_that_cannot_be_written_is_told_first(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "spmm", lambda *cases: pytest.fail("ran"))
+    (tmp_path / "file").write_text("")
+    ran = cli("eval", "kernels", "spmm", "-o", tmp_path / "file" / "spmm.json")
+    assert ran.code != 0 and "file" in ran.err
+
+
+def test_wrong_results_are_found():
+    x, weight = torch.randn(4, 300, dtype=torch.float16), torch.randn(50, 300).half()
+    right = (x.double() @ weight.double().t()).half()
+    assert kernels._error(right, x, weight) < 1e-3
+    one = right.clone()
+    one[2, 7] += 0.5  # too little for the norm
+    missing = right.clone()
+    missing[0, 0] = float("nan")
+    for wrong in (one, missing, right * 1.01):
+        with pytest.raises(TilepressError, match="elements are wrong"):
+            kernels._error(wrong, x, weight)
+
+
+def test_copies_are_more_than_twice_the_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=50 << 20))
+    assert [kernels.copies_of(n << 20) for n in (1, 30, 100, 500)] == [101, 5, 2, 2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a card")

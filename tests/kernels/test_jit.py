@@ -81,6 +81,8 @@ def driver(monkeypatch):
         addresses = (ctypes.c_void_p * 3).from_address(pointers)
         args = [ctypes.c_ulonglong.from_address(address).value for address in addresses]
         attributes = [c.attributes[i].id for i in range(c.num_attributes)]
+        if c.grid[0] == 99:
+            return 1
         seen.append((handle, tuple(c.grid), tuple(c.block), c.shared_bytes, c.stream, attributes, args, extra))
         return 0
 
@@ -111,13 +113,34 @@ def test_what_the_driver_gets(driver):
         (70, (12, 1, 1), (96, 1, 1), 5000, 1000, [6], [2**63 + 1, 99, 3], None),
         (70, (13, 1, 1), (96, 1, 1), 5000, 1000, [6], [7, 98, 0], None),
     ]
-    plain = jit.Kernel("k", "", 32)
-    threads = [threading.Thread(target=plain, args=(device, i, i, i, i)) for i in (1, 2)]
+    kernel(torch.device("cuda", 1), 14, 7, jit.TensorMap(Value()), 0)
+    kernel(device, 15, 8, jit.TensorMap(Value()), 0)
+    assert driver[2:] == [
+        (71, (14, 1, 1), (96, 1, 1), 5000, 1001, [6], [7, 98, 0], None),
+        (70, (15, 1, 1), (96, 1, 1), 5000, 1000, [6], [8, 98, 0], None),
+    ]
+
+
+def test_threads_have_memory_of_their_own(driver):
+    plain, device, memories, both = jit.Kernel("k", "", 32), torch.device("cuda", 0), [], threading.Barrier(2)
+
+    def work(i):
+        plain(device, i, i, i, i)
+        memories.append(plain._local.__dict__[0])
+        both.wait()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(driver[2:]) == [(70, (i, 1, 1), (32, 1, 1), 0, 1000, [], [i, i, i], None) for i in (1, 2)]
+    assert memories[0] is not memories[1]
+    assert sorted(driver) == [(70, (i, 1, 1), (32, 1, 1), 0, 1000, [], [i, i, i], None) for i in (1, 2)]
+
+
+def test_what_the_driver_refuses_is_told(driver):
+    with pytest.raises(TilepressError, match="kernel k was not launched: CUDA error 1"):
+        jit.Kernel("k", "", 32)(torch.device("cuda", 0), 99, 0, 0, 0)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
-from tilepress.kernels import jit, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
+from tilepress.kernels import jit, split_sum, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
 from tilepress.runtime.modules import TiledCSLLinear
 
@@ -117,6 +117,55 @@ def test_cuts_are_equal_shares_in_order():
     empty = pack(torch.zeros(1024, 640, dtype=torch.float16))
     cuts = make_cuts(empty.offsets, 16).tolist()
     assert cuts[-1] == 80 and max(b - a for a, b in itertools.pairwise(cuts)) <= 6  # empty tiles take time too
+
+
+def test_x_as_the_kernels_need_it():
+    wide = torch.randn(6, 1040, dtype=torch.float16)
+    for x in (
+        wide[:, :515],
+        wide[:, 1:9],
+        wide[:, ::2],
+        wide[:1, :520].expand(6, 520),
+        wide.t()[:16],
+        torch.randn(3, 513, dtype=torch.float16)[:, :512],
+        wide[:, :520],
+    ):
+        found = tiled_csl_spmm._aligned(x)
+        assert torch.equal(found[:, : x.shape[1]], x) and not bool(found[:, x.shape[1] :].any())
+        assert found.shape[1] % 8 == found.stride(0) % 8 == found.data_ptr() % 16 == 0 and found.stride(1) == 1
+        assert found.stride(0) >= found.shape[1]
+    assert found.data_ptr() == wide.data_ptr()  # what is fit is not copied
+
+
+def test_scratch_is_large_enough_and_no_ticket_comes_twice():
+    memory, sums, left, ticket = split_sum.scratch(torch.device("cpu"), 132, 2, 96)
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    assert (
+        start <= left and left + 8 * 2 * 132 <= sums and sums + 4 * 132 * 128 * 96 <= end and sums % 16 == left % 8 == 0
+    )
+    assert len({split_sum.scratch(torch.device("cpu"), 1, 1, 8)[3] for _ in range(100)} | {ticket}) == 101
+
+
+def test_which_kernel_takes_what(monkeypatch):
+    here = torch.device("cuda", 0)
+    for capability, expected in (
+        ((9, 0), ["tiled_csl_spmm"] * 3 + [None]),
+        ((8, 6), ["tiled_csl_mma", None, None, None]),
+    ):
+        monkeypatch.setattr(jit, "capability", lambda device, capability=capability: capability)
+        found = [tiled_csl_spmm._kernel_for(n, here, torch.float16, torch.float16) for n in (64, 65, 1536, 1537)]
+        assert found == expected
+        assert tiled_csl_spmm._kernel_for(1, here, torch.float32, torch.float16) is None
+
+
+def test_decoding_by_parts_is_the_whole_product(monkeypatch):
+    monkeypatch.setattr(tiled_csl_spmm, "_DECODED_ROWS", 256)
+    args, weight = arguments(1000, 300, (5,), 0.8, torch.bfloat16)
+    packed = TiledCSL(*args[1:3], 1000, 300, torch.bfloat16)
+    x = args[0].clone().requires_grad_()
+    assert relative_error(tiled_csl_spmm._multiply_decoded(x, packed, args[3]), exact(args, weight)) < 4e-3
+    without = tiled_csl_spmm._multiply_decoded(args[0].float(), packed, None)
+    assert without.dtype == torch.float32 and relative_error(without, args[0].double() @ weight.t()) < 1e-5
 
 
 def test_cuts_are_made_once_for_a_weight_and_again_when_it_is_written():
@@ -312,10 +361,10 @@ def test_decoding_waits_for_a_product_before_it():
 def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
     x, packed = tiled_csl_spmm._aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
-    first = tiled_csl_mma.multiply(x, packed, args[3], 7)
+    first = tiled_csl_mma.multiply(x, packed, args[3])
     assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
-    for ticket in (8, 8, 9):
-        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[3], ticket), first)
+    for _ in range(3):
+        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[3]), first)
 
 
 @pytest.mark.gpu
@@ -325,7 +374,7 @@ def test_the_kernel_for_other_cards_reads_no_further_than_x():
     wide[:, :520] = args[0]
     x = tiled_csl_spmm._aligned(wide[:, :520])
     assert x.stride(0) == 1024
-    found = tiled_csl_mma.multiply(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None, 7)
+    found = tiled_csl_mma.multiply(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None)
     assert relative_error(found, exact(args, weight)) < 2e-3
     assert relative_error(ops.tiled_csl_spmm(wide[:, :520], *args[1:]), exact(args, weight)) < 2e-3
 

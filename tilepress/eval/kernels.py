@@ -1,5 +1,5 @@
-"""Benchmarks of the CUDA kernels, as `tilepress eval kernels` runs them: CUDA graphs of many launches, whose inputs rotate through more than
-twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run."""
+"""Benchmarks of the CUDA kernels, as `tilepress eval kernels` runs them: CUDA graphs of many launches, whose weights rotate through more
+than twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run."""
 
 import itertools
 import math
@@ -16,10 +16,6 @@ from torch.nn.functional import linear
 from tilepress.formats import TilepressError, UsageError, dtype_name, tiled_csl
 from tilepress.kernels import read_bandwidth, tiled_csl_spmm
 
-SHAPES = ((4096, 4096), (8192, 8192), (11008, 4096), (28672, 8192), (36864, 9216))
-COLUMNS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
-DTYPES = (torch.float16, torch.bfloat16)
 _ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
 _ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of one element, relative to it
 _SUMMING = 2**-16  # of one element, relative to the sum of its products' magnitudes
@@ -108,19 +104,21 @@ def dense_us(x: Tensor, weight: Tensor) -> float:
 def spmm(shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
     """Rows for each dtype, shape [M, K] of W, sparsity and columns N of y. Raises UsageError where no CUDA kernel runs, TilepressError for a
     result that is wrong."""
-    if wrong := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        raise UsageError(f"kernels do not multiply {wrong[0]}", "choose of float16 and bfloat16")
+    if not all(dtype in _ERROR for dtype in dtypes):
+        raise UsageError("the kernels multiply float16 and bfloat16", "leave other dtypes out")
+    if not all(sparsity < 1 for sparsity in sparsities):
+        raise UsageError("a weight of zeros alone gives nothing to check", "leave out a sparsity of 1 and more")
     if not torch.cuda.is_available():
         raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
     path = tiled_csl_spmm.path(torch.device("cuda", 0), torch.float16, torch.float16)
     if "reference" in path:
         raise UsageError(f"on this card runs the {path}", "only kernels are timed")
     facts, bandwidth, rows = environment(), read_gbps(), []
-    for dtype, (m, k) in itertools.product(dtypes, shapes):
+    for dtype, (m, k) in itertools.product(dict.fromkeys(dtypes), dict.fromkeys(shapes)):
         weight = sparse_weight(m, k, 0.0, dtype)
         xs = {n: torch.randn(n, k, dtype=dtype, device="cuda") for n in columns}
         dense = {n: dense_us(x, weight) for n, x in xs.items()}
-        for sparsity in sparsities:
+        for sparsity in dict.fromkeys(sparsities):
             weight = sparse_weight(m, k, sparsity, dtype)
             packed = tiled_csl.pack(weight)
             for n, x in xs.items():

@@ -4,8 +4,8 @@ A source is CUDA C++ without headers: ptx.cuh is put before it, and a line `#def
 TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, options, compiler and architecture; files are written atomically, so
 processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
 
-Launches go to the driver directly. Arguments are written into a block of memory that each thread keeps for each kernel, so a launch makes no
-objects, and can be captured in CUDA graphs.
+Launches go to the driver directly. Arguments are written into a block of memory that each thread keeps for each kernel and device; launches can
+be captured in CUDA graphs.
 """
 
 import ctypes
@@ -46,6 +46,16 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def multiprocessors(device: torch.device) -> int:
     return _properties(device.index).multi_processor_count
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why references serve a device (nothing to say of the CPU), or None where kernels do."""
+    if device.type != "cuda":
+        return ""
+    if capability(device)[0] < 8:
+        return " (the card is older than sm_80)"
+    return f" ({missing()})" if missing() else None
 
 
 def architecture(device: torch.device) -> str:

@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) read_bandwidth(const uint4*
     uint4 v[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w) : "l"(words + i + k * step));
+      ldg128_if(v[k], words + i + k * step, true);
 #pragma unroll
     for (int k = 0; k < 8; ++k) all ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
   }

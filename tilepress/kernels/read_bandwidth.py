@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 from torch import Tensor
 
 from tilepress.kernels import jit
@@ -21,5 +20,5 @@ def _kernel() -> jit.Kernel:
 
 def read(memory: Tensor) -> None:
     """Reads all of a CUDA tensor's memory (the last, less than a grid's reach, not) on the current stream."""
-    grid = 2 * torch.cuda.get_device_properties(memory.device).multi_processor_count
+    grid = 2 * jit.multiprocessors(memory.device)
     _kernel()(memory.device, grid, memory.data_ptr(), memory.data_ptr(), memory.nbytes // 16)

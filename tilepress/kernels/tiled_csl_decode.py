@@ -27,13 +27,14 @@ def _kernel() -> jit.Kernel:
 
 
 def _cuda(words: Tensor, offsets: Tensor, rows: int, cols: int, value_dtype: torch.dtype) -> Tensor:
-    if jit.missing():
+    if jit.why_not(words.device) is not None:
         return tiled_csl_decode_ref(words, offsets, rows, cols, value_dtype)
+    grid = tiled_csl.num_tiles(rows, cols)
+    if offsets.shape != (grid + 1,) or offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise ValueError(f"{list(offsets.shape)} offsets of {offsets.dtype} for {grid} tiles")
     out = torch.empty(rows, cols, dtype=value_dtype, device=words.device)
-    k_blocks = -(-cols // 64)
-    grid = -(-rows // 128) * k_blocks
     addresses = (words.data_ptr(), offsets.data_ptr(), out.data_ptr())
-    _kernel()(words.device, grid, *addresses, rows, cols, k_blocks)
+    _kernel()(words.device, grid, *addresses, rows, cols, -(-cols // tiled_csl.TILE_COLS))
     return out
 
 

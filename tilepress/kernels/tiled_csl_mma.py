@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats.tiled_csl import TILE_COLS, TiledCSL
-from tilepress.kernels import jit
+from tilepress.kernels import jit, split_sum
 
 MOST_ROWS = 64  # of x: beyond, W is decoded once rather than read again
 # Of a multiprocessor, for so many columns of y at once: as many as registers allow.
@@ -28,9 +28,8 @@ def _kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
     return jit.Kernel("tiled_csl_mma", source(columns, dtype), _THREADS)
 
 
-def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> Tensor:
-    """x [n, packed.cols rounded up to 8, zeros there] of the values' dtype, 16-byte aligned rows -> y [n, rows], in one launch. No other launch that
-    runs at the same time may have the same ticket."""
+def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None) -> Tensor:
+    """x [n, packed.cols rounded up to 8, zeros there] of the values' dtype, 16-byte aligned rows -> y [n, rows], in one launch."""
     n, rows = len(x), packed.rows
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     columns = next(c for c in BLOCKS if n <= c or c == 64)
@@ -38,8 +37,7 @@ def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> T
     all_tiles = tiles * -(-n // columns)
     most = jit.multiprocessors(x.device) * BLOCKS[columns]
     grid = max(1, min(most, all_tiles // _FEWEST_TILES))
-    flags = -(-8 * grid // 256) * 256
-    scratch = torch.empty(flags + grid * 128 * columns * 4, dtype=torch.uint8, device=x.device)
+    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 1, columns)
     _kernel(columns, x.dtype)(
         x.device,
         grid,
@@ -48,8 +46,8 @@ def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None, ticket: int) -> T
         x.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        scratch.data_ptr() + flags,
-        scratch.data_ptr(),
+        sums,
+        left,
         ticket,
         n,
         rows,

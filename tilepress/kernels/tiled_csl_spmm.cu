@@ -14,8 +14,8 @@
 // W is walked through once for every NT columns of y. Of all these tiles a block takes cuts[b] .. cuts[b + 1], equal shares of bytes, or, without
 // cuts, of tiles; sums that blocks share are those of split_sum.cuh.
 //
-// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running. A block takes
-// up to 227 KB of shared memory and, with its warps, all registers.
+// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running.
+// A block takes up to 227 KB of shared memory and, with its warps, all registers.
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
 // take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
@@ -291,7 +291,8 @@ tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, cons
   bars.x_full = OWN_X ? bars.empty + 8 * WINDOWS : bars.full; bars.x_empty = OWN_X ? bars.x_full + 8 * X_SLOTS : bars.empty;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   int* cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + OWN_X * X_SLOTS));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : i * (all_tiles / gridDim.x) + min(i, all_tiles % gridDim.x);
+  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)
+    cuts[i] = all_cuts ? __ldg(all_cuts + i) : i * (all_tiles / gridDim.x) + min(i, all_tiles % gridDim.x);
   launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < WINDOWS; ++i) { bar_init(bars.full + 8 * i, TEAM + !OWN_X); bar_init(bars.empty + 8 * i, 4 * CONSUMERS); }

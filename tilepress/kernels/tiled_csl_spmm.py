@@ -6,9 +6,7 @@ whole weight once a call and multiplies densely, on any device.
 """
 
 import functools
-import itertools
 import math
-import secrets
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ from torch.nn.functional import linear, pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tilepress.formats import TilepressError, tiled_csl
-from tilepress.kernels import jit, library, ptx, tiled_csl_mma
+from tilepress.kernels import jit, library, ptx, split_sum, tiled_csl_mma
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
@@ -114,7 +112,7 @@ _FEW = (
     _Choice(11264, 5, 2, 5632, True),
     _Choice(math.inf, 7, 2, 3584, False),
 )
-_64 = (
+_SWAPPED = (
     _Choice(2048, 7, 1, 2048, True),
     _Choice(3584, 7, 1, 3584, True),
     _Choice(7168, 5, 2, 3584, True),
@@ -122,7 +120,7 @@ _64 = (
     _Choice(math.inf, 6, 2, 3584, False),
 )
 _MANY = (_Choice(3584, 7, 1, 3584, True), _Choice(math.inf, 7, 1, 3584, False))
-_TABLE = {8: _FEW, 16: _FEW, 32: _FEW, 64: _64, 96: _MANY, 128: _MANY, 160: _MANY, 192: _MANY[1:], 256: _MANY[1:]}
+_TABLE = {8: _FEW, 16: _FEW, 32: _FEW, 64: _SWAPPED, 96: _MANY, 128: _MANY, 160: _MANY, 192: _MANY[1:], 256: _MANY[1:]}
 _X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
@@ -131,7 +129,8 @@ def configuration(density: float, columns: int, dtype: torch.dtype) -> Configura
     mean = 256 * tiled_csl.TILE_ROWS * density  # bytes of a tile's words
     tile = mean + 4 * mean**0.5  # and two standard deviations of a random tile
     chosen = next(choice for choice in _TABLE[columns] if tile <= choice.most)
-    return Configuration(columns, *chosen[1:], dtype == torch.bfloat16)
+    bfloat16 = dtype == torch.bfloat16
+    return Configuration(columns, chosen.windows, chosen.team, chosen.chunk, chosen.unscatter, bfloat16)
 
 
 def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
@@ -196,13 +195,10 @@ def _planned(
     return chosen, _kernel(chosen, grid)
 
 
-_tickets = itertools.count(secrets.randbits(62))
-
-
 def _cuda(
     x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
 ) -> Tensor:
-    if _why_not(x.device) is not None:
+    if jit.why_not(x.device) is not None:
         return tiled_csl_spmm_ref(x, words, offsets, bias, rows, value_dtype)
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     _check(x, packed, bias)
@@ -217,15 +213,17 @@ def _cuda(
     elif kernel == "tiled_csl_spmm":
         y = _multiply(_aligned(flat), packed, bias)
     else:
-        y = tiled_csl_mma.multiply(_aligned(flat), packed, bias, next(_tickets))
+        y = tiled_csl_mma.multiply(_aligned(flat), packed, bias)
     return y.view(*x.shape[:-1], rows)
 
 
 def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
-    """Raises ValueError for arguments with which the kernels would read or write elsewhere."""
+    """Raises ValueError for arguments that cannot be a product. What offsets and words hold is believed: `tiled_csl.check_bounds` looks."""
     words, offsets = packed.words, packed.offsets
     tiles = tiled_csl.num_tiles(packed.rows, packed.cols)
-    if offsets.shape != (tiles + 1,) or words.dtype != torch.int32 or offsets.dtype != torch.int32:
+    if words.dtype != torch.int32 or offsets.dtype != torch.int32:
+        raise ValueError(f"words of {words.dtype} and offsets of {offsets.dtype}, not int32")
+    if offsets.shape != (tiles + 1,):
         raise ValueError(
             f"{offsets.numel()} offsets are not those of {packed.rows} x {packed.cols}, which has {tiles} tiles"
         )
@@ -261,8 +259,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
     cuts = _cuts_of(packed, grid)
-    flags = -(-8 * chosen.consumers * grid // 256) * 256
-    scratch = torch.empty(flags + grid * 128 * chosen.columns * 4, dtype=torch.uint8, device=x.device)
+    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, chosen.consumers, chosen.columns)
     tiles = packed.offsets.numel() - 1
     kernel(
         x.device,
@@ -273,9 +270,9 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
         jit.tensor_map(x, chosen.columns, 64),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        scratch.data_ptr() + flags,
-        scratch.data_ptr(),
-        next(_tickets),
+        sums,
+        left,
+        ticket,
         n,
         rows,
         -(-cols // tiled_csl.TILE_COLS),
@@ -302,16 +299,6 @@ def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None
     return y
 
 
-@functools.cache
-def _why_not(device: torch.device) -> str | None:
-    """Why the reference serves a device (nothing to say of the CPU), or None where kernels do."""
-    if device.type != "cuda":
-        return ""
-    if jit.capability(device)[0] < 8:
-        return " (the card is older than sm_80)"
-    return f" ({jit.missing()})" if jit.missing() else None
-
-
 library.impl("tiled_csl_spmm", tiled_csl_spmm_ref, "CPU")
 library.impl("tiled_csl_spmm", _cuda, "CUDA")
 
@@ -323,7 +310,7 @@ def _(x, words, offsets, bias, rows, value_dtype):
 
 def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> str:
     """Which implementation serves n rows of x of a dtype on a device: what results report."""
-    why = _why_not(device)
+    why = jit.why_not(device)
     if why is not None:
         return f"tiled_csl_spmm reference on {device.type}{why}"
     kernel = _kernel_for(n, device, dtype, value_dtype)
