@@ -218,10 +218,56 @@ def test_check_names_every_defect(change, finding):
     assert any(finding in problem for problem in corrupted(change))
 
 
-def test_check_finds_items_outside_the_weight():
+@pytest.mark.parametrize("rows,cols", [(100, 40), (100, 64), (128, 40)])
+def test_check_finds_items_outside_the_weight(rows, cols):
     packed = pack(random_weight(128, 64, 0.5))
-    problems = check(TiledCSL(packed.words, packed.offsets, 100, 40, torch.bfloat16))[0]
-    assert any("lies outside 100 x 40" in problem for problem in problems)
+    problems = check(TiledCSL(packed.words, packed.offsets, rows, cols, torch.bfloat16))[0]
+    assert any(f"lies outside {rows} x {cols}" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("bad", [0x3F80 | 0x4000 << 16, 0x4080 << 16, 0x3F80 | 0x0003 << 16])
+def test_words_that_would_be_written_elsewhere_are_found_in_one_pass(bad):
+    packed = pack(random_weight(300, 200, 0.6))
+    assert tiled_csl.check_bounds(packed) is None
+    packed.words[-100] = bad
+    assert tiled_csl.check_bounds(packed) == "a word points outside its tile"
+    packed = pack(random_weight(300, 200, 0.6))
+    packed.offsets[2] = packed.offsets[3] + 8
+    assert "offsets fall" in tiled_csl.check_bounds(packed)
+
+
+def test_parts_of_wrong_dtypes_and_sizes_are_refused():
+    packed = pack(random_weight(4, 4, 0.5))
+    for words, offsets in (
+        (packed.words.long(), packed.offsets),
+        (packed.words[:-1], packed.offsets),
+        (packed.words.view(2, -1), packed.offsets),
+        (packed.words, packed.offsets.long()),
+        (packed.words, packed.offsets[:1]),
+    ):
+        with pytest.raises(TilepressError, match="w: "):
+            tiled_csl.from_parts(words, offsets, packed.layout(), "w")
+
+
+def test_many_small_pieces_are_one_large_one(monkeypatch):
+    """Packing, unpacking and checking work a few row blocks or tiles at a time: where they are cut shows nowhere."""
+    weight = random_weight(700, 500, 0.7)
+    weight[300:400] = torch.randn(100, 500).bfloat16()  # the densest tile is in the middle
+    whole, stats = pack(weight), PackStats()
+    _, expected = check(whole)
+    monkeypatch.setattr(tiled_csl, "_CHUNK_ELEMENTS", 128 * 64)
+    packed = pack(weight)
+    assert torch.equal(packed.words, whole.words) and torch.equal(packed.offsets, whole.offsets)
+    for _, _, found in pack_stripes(weight):
+        stats.add(found)
+    problems, checked = check(packed)
+    assert problems == [] and stats == checked == expected
+    assert torch.equal(bits(unpack(packed)), bits(weight))
+    packed.words[4 * int(packed.offsets[20])] = 0x3F80 | 0x0003 << 16
+    assert "tile 20:" in check(packed)[0][0]
+    weight[600, 7] = float("inf")
+    with pytest.raises(TilepressError, match=r"w has a non-finite value at \[600, 7\]"):
+        pack(weight, "w")
 
 
 @pytest.mark.parametrize(
