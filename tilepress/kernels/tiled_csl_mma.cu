@@ -13,7 +13,7 @@
 
 #define WINDOW (TILE_BYTES + 128)             // padding words fall behind the tile
 #define GROUPS 4                              // 16-byte words a thread that are fetched ahead
-#define ACC (2 * NT / 2)                      // two m16 of a warp's 32 rows, NT / 8 n8, 4 each
+#define ACC NT                                // two m16 of a warp's 32 rows, NT / 8 n8, 4 each
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;

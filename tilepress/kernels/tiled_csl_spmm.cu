@@ -61,7 +61,7 @@ struct Chunk {  // 16-byte words of a tile, as many as a warp takes at once
 // A producer's words: chunk after chunk of every WINDOWS-th tile. All lanes keep count.
 struct Stream {
   const uint4* words; const int* offsets;
-  int tiles, first_tile, tiles_of_w, rank;                  // how many; the first, counted down from there; rank in the team
+  int tiles, first_tile, tiles_of_w, rank;             // how many; the first, counted down from there; rank in the team
   int tile, at, end; bool first;                       // what comes next
   int begins, ends, later_begins, later_ends;          // of 32 tiles, one a lane, and of the 32 behind them
 
