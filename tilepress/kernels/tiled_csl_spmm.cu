@@ -99,7 +99,7 @@ __device__ __forceinline__ void fill_with_zeros(u32 window, int lane, int rank, 
   for (int i = rank; i < TILE_BYTES / 512; i += team) sts_zero(window + (i * 32 + lane) * 16);
 }
 
-// Scatters every WINDOWS-th tile of the run. While one chunk is scattered the next one is on its way.
+// Scatters every WINDOWS-th tile of the run. While a chunk is scattered the next one is on its way, and two are before the first window is zeroed.
 __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u32 empty, int team, int lane) {
   uint4 even[GROUPS], odd[GROUPS];
   int held = -1;            // 16-byte words of the last tile, whose places `hold` has; -1: it has not
@@ -123,12 +123,11 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
     }
   };
   stream.start();
-  Chunk now = stream.next();
-  load(even, now);
+  Chunk first = stream.next(), second = stream.next();     // empty behind the last tile
+  load(even, first);
+  load(odd, second);
   fill_with_zeros(window, lane, stream.rank, TEAM);
-  const auto step = [&](uint4 (&q)[GROUPS], uint4 (&ahead)[GROUPS]) {
-    const Chunk later = stream.next();                     // empty behind the last tile
-    load(ahead, later);
+  const auto step = [&](uint4 (&q)[GROUPS], Chunk& now) {
     if (now.first) {
       if (t) empty_window();
       if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
@@ -149,12 +148,13 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
       if (elect()) arrive(full);
       ++t;
     }
-    now = later;
+    now = stream.next();
+    load(q, now);
   };
   while (true) {
-    step(even, odd);
+    step(even, first);
     if (t == stream.tiles) break;
-    step(odd, even);
+    step(odd, second);
     if (t == stream.tiles) break;
   }
 }
