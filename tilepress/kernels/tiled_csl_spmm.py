@@ -110,7 +110,8 @@ _FEW = (
     _Choice(3584, 8, 1, 3584, True),
     _Choice(7168, 7, 2, 3584, True),
     _Choice(11264, 5, 2, 5632, True),
-    _Choice(math.inf, 7, 2, 3584, False),
+    _Choice(14336, 7, 2, 3584, False),
+    _Choice(math.inf, 7, 2, 4096, False),
 )
 _SWAPPED = (
     _Choice(2048, 7, 1, 2048, True),
