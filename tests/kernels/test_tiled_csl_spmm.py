@@ -20,7 +20,7 @@ HOPPER = pytest.mark.skipif(
 CONFIGURATIONS = sorted(
     {
         configuration(density, columns, dtype)
-        for density in (0.05, 0.1, 0.2, 0.3, 0.4)
+        for density in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
         for columns, dtype in [*((n, torch.float16) for n in COLUMNS), (16, torch.bfloat16), (256, torch.bfloat16)]
     },
     key=str,

@@ -19,7 +19,7 @@
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
 // take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
-// as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns comes from kernels/ptx.py.
+// as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns (with SWAP 128) comes from kernels/ptx.py.
 
 #include "tiled_csl.cuh"
 #include "split_sum.cuh"
