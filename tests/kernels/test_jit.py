@@ -182,7 +182,7 @@ def test_threads_launch_at_once():
 
 @pytest.mark.gpu
 def test_a_launch_costs_the_host_less_than_6_us():
-    """Or half as much again as the driver alone, on hosts where that takes more than 4 us."""
+    """Or 2 us more than the driver's own part, on hosts where that alone takes more than 4."""
     kernel, x = jit.Kernel("add", ADD, 64), torch.zeros(64, device="cuda")
     args = (x.data_ptr(), 64, 1)
     kernel(x.device, 1, *args)
@@ -201,7 +201,7 @@ def test_a_launch_costs_the_host_less_than_6_us():
     driver = microseconds(launch.go)
     ours = microseconds(lambda: kernel(x.device, 1, *args))
     print(f"a launch: {ours:.2f} us, of it the driver {driver:.2f} us")
-    assert ours < max(6, 1.5 * driver)
+    assert ours < max(6, driver + 2)
 
 
 @pytest.mark.gpu
