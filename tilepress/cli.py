@@ -81,21 +81,24 @@ def prune(
         ),
     ] = "layer",
     format: Annotated[
-        str, typer.Option(metavar="tiled-csl|dense", help="How pruned weights are stored.")
-    ] = "tiled-csl",
+        str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
+    ] = "auto",
+    value_dtype: Annotated[
+        str, typer.Option(metavar="auto|int8", help="Of what is left: as it is, or INT8 with a scale for each output.")
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
     *,
     how: Writing,
 ) -> None:
-    """Prune the linear weights of MODEL and store what is left as Tiled-CSL.
+    """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 78 % sparsity on as Tiled-CSL.
 
     Magnitude pruning alone keeps a model usable to about 50 %; beyond, measure before you deploy: `tilepress eval perplexity`.
     """
     from tilepress.compress.prune import PruneRecipe
 
-    recipe = PruneRecipe(sparsity, scope, method, format, parse_dtype(dtype), how.ignored)
+    recipe = PruneRecipe(sparsity, scope, method, format, value_dtype, parse_dtype(dtype), how.ignored)
     _write_artifact(_open(model, how.revision), recipe, output, "pruning", how)
 
 
@@ -226,7 +229,10 @@ def convert(
     model: Model,
     output: Output,
     to: Annotated[
-        str, typer.Option(metavar="dense|tiled-csl", help="Layout of the weights in DIR.", show_default=False)
+        str,
+        typer.Option(
+            metavar="dense|auto|tiled-bitmap|tiled-csl", help="Layout of the weights in DIR.", show_default=False
+        ),
     ],
     *,
     how: Writing,
@@ -234,7 +240,7 @@ def convert(
     """Change how weights are stored.
 
     `--to dense` gives a checkpoint that loads anywhere: sparse weights bit for bit, INT8 ones as code times scale, rounded to the model's
-    dtype. `--to tiled-csl` packs a model that another tool pruned, without changing a value.
+    dtype. The sparse layouts pack a model that another tool pruned, or one in another of them, without changing a value.
     """
     from tilepress.compress.convert import ConvertRecipe
 
@@ -339,7 +345,10 @@ def kernels(
         str, typer.Option(metavar="LIST", help="N: columns of y, rows of the input.")
     ] = "1,8,16,32,64,128,256,512,1024,2048",
     sparsity: Annotated[str, typer.Option(metavar="LIST", help="Of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
-    dtype: Annotated[str, typer.Option(metavar="LIST", help="Of values and x.")] = "float16,bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="LIST", help="Of weights and x.")] = "float16,bfloat16",
+    layouts: Annotated[
+        str, typer.Option(metavar="LIST", help="How weights are stored.")
+    ] = "tiled-csl,tiled-bitmap,tiled-bitmap-int8",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -349,6 +358,7 @@ def kernels(
     if what != "spmm":
         raise UsageError(f"no benchmark {what!r}", "choose spmm")
     cases = (
+        layouts.split(","),
         [parse_shape(text) for text in shapes.split(",")],
         parse_list(columns, "columns"),
         [parse_share(text) for text in sparsity.split(",")],

@@ -259,15 +259,16 @@ def inspection_text(found: dict, memory_gib: float) -> str:
             row["name"],
             " x ".join(map(str, row["shape"])),
             row["layout"],
-            row["dtype"],
+            row["dtype"] if row["value_dtype"] in (None, row["dtype"]) else f"{row['value_dtype']} x {row['dtype']}",
             cell(row["sparsity"], ".2%"),
             size(row["bytes"]),
             cell(row["densest_tile"], ".1%"),
             cell(row["wavefronts_per_32"], ".3f"),
+            cell(row["filled"], ".1%"),
         ]
         for row in found["rows"]
     ]
-    head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32"]
+    head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32", "filled"]
     bits = 8 * found["bytes"] / max(found["elements"], 1)
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
     cache = "\n\n" + kv_text(found["kv_cache"], memory_gib) if found.get("kv_cache") else ""

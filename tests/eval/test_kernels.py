@@ -24,6 +24,7 @@ from tilepress.kernels import jit, read_bandwidth
         (["spmm", "--dtype", "bf16"], "--dtype bf16 is unknown"),
         (["spmm", "--sparsity", "0.5,100%"], "zeros alone"),
         (["spmm", "--shapes", ""], "is no shape"),
+        (["spmm", "--layouts", "csr"], "--layouts csr is unknown"),
     ],
 )
 def test_wrong_requests_end_with_2(cli, words, message):
@@ -73,13 +74,18 @@ def test_reading_compiles_for_both_architectures():
 def test_rows_of_a_small_run():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper card")
-    found = json.loads(json.dumps(kernels.spmm([(1024, 2048)], [1, 16, 4096], [0.8], [torch.bfloat16], lambda _: None)))
+    cases = [(1024, 2048)], [1, 16, 4096], [0.8], [torch.bfloat16], lambda _: None
+    found = json.loads(json.dumps(kernels.spmm(list(kernels.LAYOUTS), *cases)))
     assert found["env"].keys() == {"card", "driver", "cuda", "torch", "commit"} and 500 < found["read_gbps"] < 10_000
-    assert [row["N"] for row in found["rows"]] == [1, 16, 4096]
+    assert [row["N"] for row in found["rows"]] == 3 * [1, 16, 4096]
+    stored = [(row["layout"], row["value_dtype"], row["dtype"]) for row in found["rows"][::3]]
+    assert stored == [
+        (*kind, "bf16") for kind in (("tiled-csl", "bf16"), ("tiled-bitmap", "bf16"), ("tiled-bitmap", "int8"))
+    ]
     for row in found["rows"]:
-        assert row["op"] == "spmm" and row["value_dtype"] == "bf16" and row["layout"] == "tiled-csl"
-        kernel = "tiled_csl_spmm kernel" if row["N"] <= 16 else "tiled_csl_decode kernel and cuBLAS"
-        assert row["path"] == kernel + " on cuda" and row["rel_err"] < 8e-3
+        name = row["layout"].replace("-", "_")
+        kernel = f"{name}_spmm kernel" if row["N"] <= 16 else f"{name}_decode kernel and cuBLAS"
+        assert row["op"] == "spmm" and row["path"] == kernel + " on cuda" and row["rel_err"] < 8e-3
         assert 1 < row["us"] < 100 and row["speedup"] == pytest.approx(row["us_dense"] / row["us"])
         assert row["gbps"] == pytest.approx(row["bytes"] / row["us"] / 1000) and 0 <= row["us_spread"] < 1
         assert row["share_of_read"] == pytest.approx(row["gbps"] / found["read_gbps"])

@@ -1,13 +1,13 @@
 """The op: reference and kernel against float64, opcheck, fullgraph compile, graphs, streams; the kernel's cost from the compiler's log."""
 
 import itertools
-import re
 
 import pytest
 import torch
+from kernel_costs import cost
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
-from tilepress.kernels import jit, split_sum, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
+from tilepress.kernels import jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
 from tilepress.runtime.modules import TiledCSLLinear
 
@@ -130,7 +130,7 @@ def test_x_as_the_kernels_need_it():
         torch.randn(3, 513, dtype=torch.float16)[:, :512],
         wide[:, :520],
     ):
-        found = tiled_csl_spmm._aligned(x)
+        found = packed_ops.aligned(x)
         assert torch.equal(found[:, : x.shape[1]], x) and not bool(found[:, x.shape[1] :].any())
         assert found.shape[1] % 8 == found.stride(0) % 8 == found.data_ptr() % 16 == 0 and found.stride(1) == 1
         assert found.stride(0) >= found.shape[1]
@@ -138,12 +138,12 @@ def test_x_as_the_kernels_need_it():
 
 
 def test_scratch_is_large_enough_and_no_ticket_comes_twice():
-    memory, sums, left, ticket = split_sum.scratch(torch.device("cpu"), 132, 2, 96)
+    memory, sums, left, ticket = split_sum.scratch(torch.device("cpu"), 132, 2, 128, 96)
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     assert (
         start <= left and left + 8 * 2 * 132 <= sums and sums + 4 * 132 * 128 * 96 <= end and sums % 16 == left % 8 == 0
     )
-    assert len({split_sum.scratch(torch.device("cpu"), 1, 1, 8)[3] for _ in range(100)} | {ticket}) == 101
+    assert len({split_sum.scratch(torch.device("cpu"), 1, 1, 128, 8)[3] for _ in range(100)} | {ticket}) == 101
 
 
 def test_which_kernel_takes_what(monkeypatch):
@@ -159,7 +159,7 @@ def test_which_kernel_takes_what(monkeypatch):
 
 
 def test_decoding_by_parts_is_the_whole_product(monkeypatch):
-    monkeypatch.setattr(tiled_csl_spmm, "_DECODED_ROWS", 256)
+    monkeypatch.setattr(packed_ops, "_DECODED_ROWS", 256)
     args, weight = arguments(1000, 300, (5,), 0.8, torch.bfloat16)
     packed = TiledCSL(*args[1:3], 1000, 300, torch.bfloat16)
     x = args[0].clone().requires_grad_()
@@ -170,13 +170,16 @@ def test_decoding_by_parts_is_the_whole_product(monkeypatch):
 
 def test_cuts_are_made_once_for_a_weight_and_again_when_it_is_written():
     packed = pack(sparse(256, 256, 0.5, torch.float16))
-    cuts = tiled_csl_spmm._cuts_of(packed, 4)
-    assert tiled_csl_spmm._cuts_of(packed, 4) is cuts and torch.equal(cuts, make_cuts(packed.offsets, 4))
-    assert tiled_csl_spmm._cuts_of(packed, 5).shape == (6,)
+    cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 4)
+    assert tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 4) is cuts and torch.equal(
+        cuts, make_cuts(packed.offsets, 4)
+    )
+    assert tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 5).shape == (6,)
     packed.words.mul_(1)
-    assert tiled_csl_spmm._cuts_of(packed, 5) is not cuts
+    assert tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 5) is not cuts
     with torch.inference_mode():
-        assert tiled_csl_spmm._cuts_of(pack(sparse(128, 64, 0.5, torch.float16)), 2).tolist() == [0, 1, 1]
+        other = pack(sparse(128, 64, 0.5, torch.float16))
+        assert tiled_csl_spmm._cuts_of(other.words, other.offsets, 2).tolist() == [0, 1, 1]
 
 
 def test_a_bias_of_another_dtype():
@@ -216,7 +219,7 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     (_, words, offsets, bias, rows, dtype), _ = arguments(20000, 1003, (1,), 0.8, torch.float16)
     x, packed = torch.zeros(n, 1008, dtype=dtype), TiledCSL(words, offsets, rows, 1003, dtype)
     y = tiled_csl_spmm._multiply(x, packed, bias)
-    cuts = tiled_csl_spmm._cuts_of(packed, 132)
+    cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
     ((chosen, device, grid, *addresses, n_, m, k_blocks, tiles, all_tiles),) = seen
     assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (
         columns,
@@ -360,7 +363,7 @@ def test_decoding_waits_for_a_product_before_it():
 )
 def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
-    x, packed = tiled_csl_spmm._aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
+    x, packed = packed_ops.aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
     first = tiled_csl_mma.multiply(x, packed, args[3])
     assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
     for _ in range(3):
@@ -372,7 +375,7 @@ def test_the_kernel_for_other_cards_reads_no_further_than_x():
     args, weight = arguments(300, 520, (5,), 0.8, torch.float16, False, "cuda")
     wide = torch.full((5, 1024), float("nan"), dtype=torch.float16, device="cuda")
     wide[:, :520] = args[0]
-    x = tiled_csl_spmm._aligned(wide[:, :520])
+    x = packed_ops.aligned(wide[:, :520])
     assert x.stride(0) == 1024
     found = tiled_csl_mma.multiply(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None)
     assert relative_error(found, exact(args, weight)) < 2e-3
@@ -398,10 +401,10 @@ def test_a_weight_that_is_written_again_is_waited_for():
     args, weight = arguments(640, 1280, (100,), 0.8, torch.float16, False, "cuda")
     words, offsets = torch.zeros_like(args[1]), args[2].clone()
     packed = TiledCSL(words, offsets, 640, 1280, torch.float16)
-    cuts = tiled_csl_spmm._cuts_of(packed, 132)
-    assert tiled_csl_spmm._cuts_of(packed, 132) is cuts
+    cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
+    assert tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132) is cuts
     words.copy_(args[1])
-    assert tiled_csl_spmm._cuts_of(packed, 132) is not cuts
+    assert tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132) is not cuts
     assert relative_error(ops.tiled_csl_spmm(args[0], words, offsets, *args[3:]), exact(args, weight)) < 2e-3
 
 
@@ -455,21 +458,6 @@ def test_on_the_second_card():
 
 
 # From the compiler's log
-
-
-def cost(log: str) -> dict:
-    """Registers, bytes of stack and spills, and warnings of serialized wgmma."""
-    numbers = {
-        name: [int(n) for n in re.findall(pattern, log)]
-        for name, pattern in (
-            ("registers", r"Used (\d+) registers"),
-            ("stack", r"(\d+) bytes stack frame"),
-            ("spills", r"(\d+) bytes spill"),
-        )
-    }
-    return {name: max(found) for name, found in numbers.items()} | {
-        "serialized": "wgmma.mma_async instructions are serialized" in log
-    }
 
 
 @pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=str)

@@ -1,14 +1,15 @@
 """Changing the layout of weights: the recipe behind `tilepress convert`.
 
 To `dense`: sparse weights become ordinary tensors again, bit for bit; INT8 ones code times scale, rounded to the model's dtype. The folder
-loads anywhere. To `tiled-csl`: a checkpoint that some other tool pruned (zeros stored densely) becomes an artifact, no value changed.
+loads anywhere. To `tiled-csl`, `tiled-bitmap` or `auto`: a checkpoint that some other tool pruned (zeros stored densely), or an artifact in another
+sparse layout, no value changed.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilepress.compress.layouts import LAYOUTS, Compressed, Layout
+from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
 from tilepress.compress.plan import Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, int8
@@ -19,14 +20,14 @@ from tilepress.formats.checkpoint import Checkpoint
 class ConvertRecipe(Recipe):
     """Settings of `convert`. Raises UsageError for an unknown layout."""
 
-    to: str  # dense | tiled-csl
+    to: str  # auto | tiled-csl | tiled-bitmap | dense
     ignore: tuple[str, ...] = ("lm_head",)
 
     command = "convert"
 
     def __post_init__(self):
-        if self.to not in LAYOUTS:
-            raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(LAYOUTS)}")
+        if self.to not in FORMATS:
+            raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(FORMATS)}")
         check_patterns(self.ignore)
 
     def find_targets(
@@ -34,22 +35,27 @@ class ConvertRecipe(Recipe):
     ) -> tuple[list[Target], list[LeftAlone]]:
         if self.to == "dense":
             if set(self.ignore) - {"lm_head"}:
-                raise UsageError("--ignore goes with --to tiled-csl: --to dense unpacks every weight", "leave it out")
+                raise UsageError("--ignore goes with sparse layouts: --to dense unpacks every weight", "leave it out")
             return packed_targets(checkpoint)
-        return super().find_targets(checkpoint, trust_remote_code)
+        targets, left = super().find_targets(checkpoint, trust_remote_code)
+        if self.to != "tiled-csl":
+            kept = [target for target in targets if target.weight.layout == "tiled-bitmap" and target.weight.is_int8]
+            left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]
+            targets = [target for target in targets if target not in kept]
+        return targets, left
 
     def settings(self) -> dict:
         return {"to": self.to} | ({"ignore": list(self.ignore)} if self.to != "dense" else {})
 
-    def layout(self) -> Layout:
-        return LAYOUTS[self.to]
+    def layout(self, target: Target) -> Layout:
+        return layout_for(self.to)
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        if self.to == "tiled-csl":
+        if self.to != "dense":
             check_value_dtypes({target.name: target.dtype for target in targets})
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
-        rounded = target.weight.layout == "int8"  # by how much, nobody has measured
+        rounded = target.weight.is_int8  # by how much, nobody has measured
         return Compressed(weight, {} if rounded else {"error": 0.0})
 
 

@@ -1,5 +1,6 @@
 """The last step of a run: config, index, model card and manifest, once every shard is done."""
 
+import collections
 import shutil
 from importlib.metadata import version
 from math import prod
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from tilepress import __version__
 from tilepress.compress.plan import Plan, done_record, other_files
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, sparse
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 
@@ -92,7 +93,7 @@ def _copy_other_files(plan: Plan) -> list[str]:
 def model_card(manifest: dict) -> str:
     """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
     base = manifest["source"]["name"]
-    packed = [t for t in manifest["tensors"] if t["layout"] == "tiled-csl"]
+    packed = [t for t in manifest["tensors"] if t["layout"] in sparse.MODULES]
     int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
     total = sum(t["bytes"] for t in manifest["tensors"])
     changed = [t for t in manifest["tensors"] if "zeros" in t]
@@ -126,7 +127,7 @@ def model_card(manifest: dict) -> str:
     lines.append("")
     if packed:
         lines += [
-            "The linear weights are stored as Tiled-CSL. transformers loads them after `import tilepress.hf`:",
+            f"{_how_packed(packed)} transformers loads them after `import tilepress.hf`:",
             "",
             "```python",
             "import tilepress.hf",
@@ -135,7 +136,8 @@ def model_card(manifest: dict) -> str:
             'model = AutoModelForCausalLM.from_pretrained("DIR")',
             "```",
             "",
-            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights.",
+            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights"
+            + (" (INT8: rounded)." if any(t.get("value_dtype") == "int8" for t in packed) else "."),
             "",
         ]
     if int8:
@@ -153,6 +155,13 @@ def model_card(manifest: dict) -> str:
         ]
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
     return "\n".join(lines)
+
+
+def _how_packed(packed: list[dict]) -> str:
+    counts = collections.Counter((t["layout"], t.get("value_dtype") == "int8") for t in packed)
+    names = {"tiled-csl": "Tiled-CSL", "tiled-bitmap": "tiled bitmaps"}
+    told = [f"{n} as {names[layout]}{' with INT8 values' if int8 else ''}" for (layout, int8), n in counts.items()]
+    return f"Linear weights are stored sparsely: {', '.join(told)}."
 
 
 def _int8_loaders(manifest: dict) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.targets import Target
-from tilepress.formats import TilepressError, dtype_name, int8, tiled_csl
+from tilepress.formats import TilepressError, dtype_name, int8, tiled_bitmap, tiled_csl
 from tilepress.formats.artifact import PlannedTensor
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
@@ -46,10 +46,14 @@ class Layout(Protocol):
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int: ...
 
+    def settled(self, target: Target, dtype: torch.dtype, load: Load) -> "Layout":
+        """The layout that a target gets, once that depends on its values: `planned` and `encoder` are asked of it."""
+        return self
+
     def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> Encoder: ...
 
 
-class DenseLayout:
+class DenseLayout(Layout):
     """An ordinary tensor, the way round that the source stores it."""
 
     name = "dense"
@@ -77,7 +81,7 @@ class _Dense:
         self.record = shape | {"nonzeros": nonzeros, "bytes": nbytes} | made.record
 
 
-class TiledCSLLayout:
+class TiledCSLLayout(Layout):
     """Words, offsets and layout of formats/tiled_csl.py; words are streamed a few row blocks at a time."""
 
     name = "tiled-csl"
@@ -120,13 +124,125 @@ class _TiledCSL:
                 yield words
 
         nbytes = add(name, (-1,), stripes())
-        shape = (target.rows, target.cols, made.weight.dtype, target.transposed)
-        parts = (tiled_csl.offsets_from_sizes(torch.cat(sizes)), tiled_csl.layout_tensor(*shape))
+        offsets = tiled_csl.offsets_from_sizes(torch.cat(sizes))
+        shape = target.rows, target.cols, made.weight.dtype, target.transposed
+        packed = tiled_csl.TiledCSL(offsets[:0], offsets, *shape)  # its words are on the disk
+        parts = offsets, packed.layout()
         self.beside = {name + suffix: part for suffix, part in zip(tiled_csl.SUFFIXES[1:], parts, strict=True)}
-        self.record = tiled_csl.record(*shape, stats) | {"bytes": nbytes} | made.record
+        self.record = tiled_csl.record(packed, stats) | {"bytes": nbytes} | made.record
 
 
-class Int8Layout:
+@dataclass(frozen=True)
+class TiledBitmapLayout(Layout):
+    """Words, offsets and layout of formats/tiled_bitmap.py, of the weight as it is or of its int8 codes, with their scales."""
+
+    scales: str | None = None  # of int8 codes: channel | tensor
+
+    name = "tiled-bitmap"
+
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
+        tiles = tiled_bitmap.num_tiles(target.rows, target.cols)
+        values = torch.int8 if self.scales else dtype
+        most = (tiles * tiled_bitmap.largest_tile(1, values) // 4, tiles + 1, 7)
+        found = [
+            PlannedTensor(target.name + suffix, torch.int32, n)
+            for suffix, n in zip(tiled_bitmap.SUFFIXES, most, strict=True)
+        ]
+        if self.scales:
+            found.append(PlannedTensor(target.name + tiled_bitmap.OPTIONAL_SUFFIXES[0], dtype, target.rows))
+        return found
+
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
+        tiles = tiled_bitmap.num_tiles(target.rows, target.cols)
+        values = torch.int8 if self.scales else dtype
+        group = tiled_bitmap.best_group(density, values)
+        stored = 1 - (1 - density) ** group  # of the groups
+        lines = 1.06 * stored * tiled_bitmap.TILE_ROWS * tiled_bitmap.TILE_COLS * values.itemsize
+        scales = target.rows * dtype.itemsize if self.scales else 0
+        return int(tiles * (tiled_bitmap.header_bytes(group) + lines)) + 4 * (tiles + 8) + scales
+
+    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledBitmap":
+        return _TiledBitmap(target, dtype, load, self.scales)
+
+
+class _TiledBitmap:
+    """The words come first; all else is known with them."""
+
+    def __init__(self, target: Target, dtype: torch.dtype, load: Load, scales: str | None):
+        self.target, self.dtype, self.load, self.scales, self.record = target, dtype, load, scales, {}
+        self.beside: dict[str, Tensor] = {}
+
+    def write(self, name: str, add: Add) -> None:
+        if name in self.beside:
+            values = self.beside.pop(name)
+            self.record["bytes"] += add(name, tuple(values.shape), [values])
+            return
+        target, made = self.target, self.load()
+        values, scale, error = made.weight, None, {}
+        if self.scales:
+            values, scale, error = self._codes(made.weight)
+        group = tiled_bitmap.best_group(int(torch.count_nonzero(values)) / values.numel(), values.dtype)
+        sizes, stats = [], tiled_bitmap.PackStats()
+
+        def stripes() -> Iterator[Tensor]:
+            for words, counts, found in tiled_bitmap.pack_stripes(values, group, target.name):
+                sizes.append(counts.cpu())
+                stats.add(found)
+                yield words
+
+        nbytes = add(name, (-1,), stripes())
+        offsets = tiled_bitmap.offsets_from_sizes(torch.cat(sizes))
+        shape = target.rows, target.cols, values.dtype, group, scale, target.transposed
+        packed = tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape)  # its words are on the disk
+        parts = {"_offsets": offsets, "_bitmap": packed.layout()} | ({} if scale is None else {"_scale": scale})
+        self.beside = {name + suffix: part for suffix, part in parts.items()}
+        self.record = tiled_bitmap.record(packed, stats) | {"bytes": nbytes} | made.record | error
+
+    def _codes(self, weight: Tensor) -> tuple[Tensor, Tensor, dict]:
+        """int8 codes [rows, cols], their scales [rows], and their error relative to the weight."""
+        for _ in converted(weight, weight.dtype, self.target.name):
+            pass  # looks at every value: scales of a weight that is not finite mean nothing
+        scale = int8.weight_scale(weight, self.scales, self.dtype)
+        codes, signal, noise = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), 0.0, 0.0
+        for first in range(0, len(weight), _ROWS):
+            rows = weight[first : first + _ROWS].float()
+            of_rows = scale if scale.dim() == 1 else scale[first : first + _ROWS]
+            codes[first : first + _ROWS] = found = int8.quantize(rows, of_rows)
+            signal += float(rows.square().sum(dtype=torch.float64))
+            noise += float((int8.dequantize(found, of_rows.float()) - rows).square().sum(dtype=torch.float64))
+        scales = scale.reshape(-1).expand(len(weight)).contiguous().cpu()
+        return codes, scales, {"error": round((noise / signal) ** 0.5, 8) if signal else 0.0}
+
+
+class AutoLayout(Layout):
+    """For each weight the layout that serves it best, by its share of zeros."""
+
+    name = "auto"
+
+    def __init__(self, scales: str | None = None):
+        self.scales = scales  # of int8 codes: channel | tensor
+
+    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
+        return self._of(0.5).planned(target, dtype)
+
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
+        return self._of(density).expected_bytes(target, dtype, density)
+
+    def settled(self, target: Target, dtype: torch.dtype, load: Load) -> Layout:
+        weight = load().weight
+        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in weight.split(_ROWS))
+        return self._of(nonzeros / target.elements)
+
+    def _of(self, density: float) -> Layout:
+        """Where the layouts cross is measured: docs/kernels/tiled_bitmap_spmm.md."""
+        if self.scales:
+            return TiledBitmapLayout(self.scales)
+        if density > DENSE_FROM:
+            return LAYOUTS["dense"]
+        return LAYOUTS["tiled-bitmap" if density > BITMAP_FROM else "tiled-csl"]
+
+
+class Int8Layout(Layout):
     """int8 codes with the scales of formats/int8.py; of a Conv1D as [1, in, out], which no loader takes for its weight."""
 
     name = "int8"
@@ -220,4 +336,14 @@ def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]
         yield other
 
 
-LAYOUTS = {layout.name: layout for layout in (DenseLayout(), TiledCSLLayout())}
+DENSE_FROM = 0.85  # share of non-zeros from which a bitmap is neither smaller nor faster
+BITMAP_FROM = 0.22  # and from which it is faster than Tiled-CSL
+FORMATS = ("auto", "tiled-csl", "tiled-bitmap", "dense")  # what --format and --to take
+LAYOUTS = {layout.name: layout for layout in (DenseLayout(), TiledCSLLayout(), TiledBitmapLayout())}
+
+
+def layout_for(name: str, scales: str | None = None) -> Layout:
+    """By its name in FORMATS; with int8 values and `scales` per channel or tensor."""
+    if name == "auto":
+        return AutoLayout(scales)
+    return TiledBitmapLayout(scales) if name == "tiled-bitmap" else LAYOUTS[name]

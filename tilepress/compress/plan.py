@@ -60,8 +60,8 @@ class Recipe:
         """What it works on, and why not on the rest."""
         return find_targets(checkpoint, self.ignore, trust_remote_code)
 
-    def layout(self) -> Layout:
-        """Of the targets in the result."""
+    def layout(self, target: Target) -> Layout:
+        """Of a target in the result."""
         raise NotImplementedError
 
     def settings(self) -> dict:
@@ -240,10 +240,10 @@ def make_plan(
     )
 
 
-def planned_tensors(job: Job, recipe: Recipe) -> list[PlannedTensor]:
-    """The tensors that a job will write, with the most elements that each can have."""
+def planned_tensors(job: Job, recipe: Recipe, layout: Layout | None) -> list[PlannedTensor]:
+    """The tensors that a job will write, a target in its layout, with the most elements that each can have."""
     if job.target is not None:
-        return recipe.layout().planned(job.target, recipe.dtype or job.target.dtype)
+        return layout.planned(job.target, recipe.dtype or job.target.dtype)
     return [PlannedTensor(e.name, _cast(e.dtype, recipe), math.prod(e.shape), len(e.shape)) for e in job.weight.entries]
 
 
@@ -254,12 +254,13 @@ def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
 def _expected_bytes(job: Job, recipe: Recipe) -> int:
     if recipe.links:
         return 0
-    planned = planned_tensors(job, recipe)
+    layout = recipe.layout(job.target) if job.target else None
+    planned = planned_tensors(job, recipe, layout)
     headers = sum(_HEADER_BYTES + 2 * len(tensor.name) for tensor in planned)
     if job.target is None:
         return headers + sum(tensor.max_nbytes for tensor in planned)
     dtype = recipe.dtype or job.target.dtype
-    return headers + recipe.layout().expected_bytes(job.target, dtype, recipe.expected_density())
+    return headers + layout.expected_bytes(job.target, dtype, recipe.expected_density())
 
 
 def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import LAYOUTS, Compressed, Layout
+from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
 from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
 from tilepress.compress.plan import Plan, Progress, Recipe, source_mtime
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
@@ -23,6 +23,7 @@ from tilepress.formats.checkpoint import Checkpoint
 
 SCOPES = ("layer", "row", "global")
 METHODS = ("magnitude",)
+VALUE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class PruneRecipe(Recipe):
     sparsity: float  # in [0, 1)
     scope: str = "layer"  # layer | row | global
     method: str = "magnitude"
-    format: str = "tiled-csl"  # tiled-csl | dense
+    format: str = "auto"  # auto | tiled-csl | tiled-bitmap | dense
+    value_dtype: str = "auto"  # of stored values: auto, the weight's | int8
     dtype: torch.dtype | None = None  # cast floating tensors to it first
     ignore: tuple[str, ...] = ("lm_head",)
 
@@ -51,10 +53,13 @@ class PruneRecipe(Recipe):
         for value, choices, flag in (
             (self.scope, SCOPES, "scope"),
             (self.method, METHODS, "method"),
-            (self.format, LAYOUTS, "format"),
+            (self.format, FORMATS, "format"),
+            (self.value_dtype, VALUE_DTYPES, "value-dtype"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+        if self.value_dtype == "int8" and self.format not in ("auto", "tiled-bitmap"):
+            raise UsageError(f"--format {self.format} has no int8 values", "choose --format tiled-bitmap")
         check_patterns(self.ignore)
 
     def settings(self) -> dict:
@@ -63,12 +68,13 @@ class PruneRecipe(Recipe):
             "scope": self.scope,
             "method": self.method,
             "format": self.format,
+            "value_dtype": self.value_dtype,
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
 
-    def layout(self) -> Layout:
-        return LAYOUTS[self.format]
+    def layout(self, target: Target) -> Layout:
+        return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
 
     def expected_density(self) -> float:
         return 1 - self.sparsity
@@ -78,7 +84,7 @@ class PruneRecipe(Recipe):
         return round(self.sparsity * elements)
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        if self.format == "tiled-csl":
+        if self.format != "dense":
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
@@ -103,6 +109,7 @@ class PruneRecipe(Recipe):
             "key": key,
             "wide": wide,
             "ties": quota,
+            "ties_left": {},
             "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
 
@@ -134,8 +141,9 @@ class PruneRecipe(Recipe):
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
             shard = state["shard"][target.name]
-            pruned, stats = prune(weight, Threshold(state["key"], state["ties"][shard], state["wide"]))
-            state["ties"][shard] -= stats.ties
+            ties = state["ties_left"].setdefault(target.name, state["ties"][shard])  # the same if it is asked for again
+            pruned, stats = prune(weight, Threshold(state["key"], ties, state["wide"]))
+            state["ties"][shard] = min(state["ties"][shard], ties - stats.ties)
         else:
             pruned, stats = prune(weight, layer_threshold(weight, self.count(target.elements), target.name))
         return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)})

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate, wait_for_calibration
 from tilepress.compress.calibration import Text, check_window
-from tilepress.compress.layouts import Compressed, Int8Layout, Layout
+from tilepress.compress.layouts import Compressed, Int8Layout, Layout, TiledBitmapLayout
 from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns
 from tilepress.experts import EXPERT_WEIGHT
-from tilepress.formats import UsageError, dtype_name
+from tilepress.formats import UsageError, dtype_name, sparse
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Scheme
 
@@ -80,8 +80,10 @@ class QuantizeRecipe(Recipe):
     def scheme(self) -> Int8Scheme:
         return Int8Scheme(self.weights, "tensor" if self.activations == "channel" else self.activations)
 
-    def layout(self) -> Layout:
-        return Int8Layout(self.scheme)
+    def layout(self, target: Target) -> Layout:
+        """Zeros of a sparse weight stay unstored where a kernel multiplies inputs in floating point."""
+        keeps_sparse = self.activations == "none" and target.weight.layout in sparse.MODULES
+        return TiledBitmapLayout(self.weights) if keeps_sparse else Int8Layout(self.scheme)
 
     def settings(self) -> dict:
         observer = None
@@ -203,10 +205,10 @@ class QuantizeRecipe(Recipe):
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
-        """compressed-tensors' own; ours where it has no such layer (Conv1D)."""
+        """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
         config = self.scheme.quantization_config(ignore)
-        if any(item.get("transposed") for item in tensors):
+        if any(item.get("transposed") or item["layout"] in sparse.MODULES for item in tensors):
             return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
                 key: config[key] for key in ("config_groups", "ignore")
             }
@@ -222,7 +224,7 @@ def report(tensors: list[dict], calibration: dict | None) -> dict:
     inputs = {name: item for item in (calibration or {}).get("inputs", []) for name in item["weights"]}
     layers = []
     for record in tensors:
-        if record["layout"] == "int8":
+        if "int8" in (record["layout"], record.get("value_dtype")):
             seen = inputs.get(record["name"], {})
             snr = -20 * math.log10(record["error"]) if record["error"] else None
             layers.append(

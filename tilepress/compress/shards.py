@@ -16,12 +16,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from torch import Tensor
 
-from tilepress.compress.layouts import Add, Compressed, Encoder, converted
+from tilepress.compress.layouts import Add, Compressed, Encoder, Layout, Load, converted
 from tilepress.compress.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
 from tilepress.compress.targets import Target
-from tilepress.formats import TilepressError, dtype_name, tiled_csl
+from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
+from tilepress.formats.sparse import SIDE_SUFFIXES
 
 
 def run_shards(
@@ -138,8 +139,14 @@ def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device:
 
 def _rewrite(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress) -> tuple:
     """Writes a shard of what the recipe makes of each weight: (size, hash, records)."""
+    recipe, layouts = plan.recipe, {}
+    for job in shard.jobs:
+        if job.target:
+            load = _load(recipe, checkpoint, job.target, state, device)
+            dtype = recipe.dtype or job.target.dtype
+            layouts[job.weight.name] = recipe.layout(job.target).settled(job.target, dtype, load)
     planned = sorted(
-        ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, plan.recipe)),
+        ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, recipe, layouts.get(job.weight.name))),
         key=lambda pair: _order(pair[0]),
     )
     writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
@@ -148,7 +155,8 @@ def _rewrite(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, devi
         for tensor, job in planned:
             progress(tensor.name, 0)
             if job.weight.name not in encoders:
-                encoders[job.weight.name] = _encoder(plan.recipe, checkpoint, job, state, device)
+                layout = layouts.get(job.weight.name)
+                encoders[job.weight.name] = _encoder(recipe, checkpoint, job, layout, state, device)
             encoders[job.weight.name].write(tensor.name, writer.add)
             if job.target and tensor.name == job.weight.name:
                 progress(tensor.name, job.target.elements)
@@ -164,21 +172,28 @@ def _order(tensor: PlannedTensor) -> tuple:
     """Wide elements first, so that every tensor is aligned without holes; packed words (whole 128-byte lines) before their side tensors."""
     return (
         -tensor.dtype.itemsize,
-        next((i for i, s in enumerate(tiled_csl.SUFFIXES) if s and tensor.name.endswith(s)), 0),
+        next((i for i, s in enumerate(SIDE_SUFFIXES, 1) if tensor.name.endswith(s)), 0),
         tensor.name,
     )
 
 
-def _encoder(recipe: Recipe, checkpoint: Checkpoint, job: Job, state: dict, device: str) -> Encoder:
+def _load(recipe: Recipe, checkpoint: Checkpoint, target: Target, state: dict, device: str) -> Load:
+    return lambda: recipe.transform(target, _matrix(checkpoint, target, recipe, device), state)
+
+
+def _encoder(
+    recipe: Recipe, checkpoint: Checkpoint, job: Job, layout: Layout | None, state: dict, device: str
+) -> Encoder:
     if job.target is None:
         return _Copy(recipe, checkpoint, job.weight, state)
+    transformed = _load(recipe, checkpoint, job.target, state, device)
 
     def load() -> Compressed:
-        made = recipe.transform(job.target, _matrix(checkpoint, job.target, recipe, device), state)
-        made.record = {"layout": recipe.layout().name} | made.record
+        made = transformed()
+        made.record = {"layout": layout.name} | made.record
         return made
 
-    return recipe.layout().encoder(job.target, recipe.dtype or job.target.dtype, load)
+    return layout.encoder(job.target, recipe.dtype or job.target.dtype, load)
 
 
 class _Copy:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilepress.formats import dtype_name, tiled_csl
+from tilepress.formats import dtype_name, sparse
 from tilepress.formats.checkpoint import Checkpoint
 
 
@@ -12,7 +12,7 @@ class WeightRow:
     """One weight. What only a manifest can tell is None without one."""
 
     name: str
-    layout: str  # dense | tiled-csl | int8
+    layout: str  # dense | tiled-csl | tiled-bitmap | int8
     shape: tuple[int, ...]  # packed: (out_features, in_features)
     dtype: str  # of the values
     bytes: int
@@ -21,6 +21,8 @@ class WeightRow:
     wavefronts_per_32: float | None = (
         None  # shared-memory wavefronts per 32 non-zeros when the kernel scatters a tile; 1.0 is ideal
     )
+    value_dtype: str | None = None  # of a bitmap's values
+    filled: float | None = None  # share of a bitmap's places that hold a non-zero
     error: float | None = None  # relative Frobenius error against the source
 
 
@@ -56,7 +58,8 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         else:
             form = checkpoint.form(weight)
             shape, dtype = (form.rows, form.cols), dtype_name(form.dtype)
-            tile = tiled_csl.WINDOW if weight.layout == "tiled-csl" else None
+            module = sparse.MODULES.get(weight.layout)
+            tile = module.TILE_ROWS * module.TILE_COLS if module else None
         nonzeros = record.get("nonzeros")
         rows.append(
             WeightRow(
@@ -68,6 +71,8 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
                 None if nonzeros is None or not prod(shape) else 1 - nonzeros / prod(shape),
                 record["densest_tile"] / tile if tile and "densest_tile" in record else None,
                 32 * record["wavefronts"] / nonzeros if nonzeros and "wavefronts" in record else None,
+                record.get("value_dtype"),
+                nonzeros / record["slots"] if nonzeros and record.get("slots") else None,
                 record.get("error"),
             )
         )

@@ -7,18 +7,22 @@ import os
 import statistics
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tilepress.formats import TilepressError, UsageError, dtype_name, tiled_csl
+from tilepress.formats import TilepressError, UsageError, dtype_name, int8, sparse, tiled_bitmap, tiled_csl
+from tilepress.formats.sparse import Packed
 from tilepress.kernels import read_bandwidth, tiled_csl_spmm
+from tilepress.runtime.modules import sparse_linear
 
 _ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
 _ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of one element, relative to it
 _SUMMING = 2**-16  # of one element, relative to the sum of its products' magnitudes
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
 _REPLAYS = 15
 _GRAPH_US = 2000  # of work in a graph, at least
 
@@ -101,9 +105,12 @@ def dense_us(x: Tensor, weight: Tensor) -> float:
     return min(time_us(call, copies, guess)[0] for call in calls)
 
 
-def spmm(shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
-    """Rows for each dtype, shape [M, K] of W, sparsity and columns N of y. Raises UsageError where no CUDA kernel runs, TilepressError for a
-    result that is wrong."""
+def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
+    """Rows for each dtype, shape [M, K] of W, sparsity, one of LAYOUTS, and columns N of y. Raises UsageError where no CUDA kernel runs,
+    TilepressError for a result that is wrong."""
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise UsageError(f"--layouts {layout} is unknown", f"choose of {', '.join(LAYOUTS)}")
     if not all(dtype in _ERROR for dtype in dtypes):
         raise UsageError("the kernels multiply float16 and bfloat16", "leave other dtypes out")
     if not all(sparsity < 1 for sparsity in sparsities):
@@ -118,49 +125,73 @@ def spmm(shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -
         weight = sparse_weight(m, k, 0.0, dtype)
         xs = {n: torch.randn(n, k, dtype=dtype, device="cuda") for n in columns}
         dense = {n: dense_us(x, weight) for n, x in xs.items()}
-        for sparsity in dict.fromkeys(sparsities):
-            weight = sparse_weight(m, k, sparsity, dtype)
-            packed = tiled_csl.pack(weight)
+        for sparsity, layout in itertools.product(dict.fromkeys(sparsities), dict.fromkeys(layouts)):
+            packed = LAYOUTS[layout](sparse_weight(m, k, sparsity, dtype))
             for n, x in xs.items():
-                progress(f"{dtype_name(dtype)}, {m} x {k}, N = {n}, {sparsity:.0%}")
+                progress(f"{layout}, {dtype_name(dtype)}, {m} x {k}, N = {n}, {sparsity:.0%}")
                 row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity}
-                rows.append(row | _spmm_row(x, weight, packed, dense[n]))
+                rows.append(row | _spmm_row(x, packed, dense[n]))
                 rows[-1]["share_of_read"] = rows[-1]["gbps"] / bandwidth
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
-def _spmm_row(x: Tensor, weight: Tensor, packed: tiled_csl.TiledCSL, us_dense: float) -> dict:
+def pack_int8(weight: Tensor) -> tiled_bitmap.TiledBitmap:
+    scale = int8.weight_scale(weight, "channel", weight.dtype)
+    return tiled_bitmap.pack(int8.quantize(weight, scale), scale=scale.view(-1))
+
+
+LAYOUTS = {"tiled-csl": tiled_csl.pack, "tiled-bitmap": tiled_bitmap.pack, "tiled-bitmap-int8": pack_int8}
+
+
+def _spmm_row(x: Tensor, packed: Packed, us_dense: float) -> dict:
     copies = copies_of(packed.words.nbytes)
-    inputs = [(packed.words.clone(), packed.offsets.clone()) for _ in range(copies)]
-    shape = (packed.rows, packed.dtype)
+    layers = [sparse_linear(_copy(packed), bias=False) for _ in range(copies)]
 
     def launch(i: int) -> Tensor:
-        return torch.ops.tilepress.tiled_csl_spmm(x, *inputs[i], None, *shape)
+        return layers[i].multiply(x)
 
     poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
     del poison  # the memory that the result will most likely get
-    error = _error(launch(0), x, weight)
-    nbytes = packed.words.nbytes + packed.offsets.nbytes + x.nbytes + x.shape[0] * packed.rows * x.element_size()
+    path = layers[0].path_for(x.dtype, x.shape[0])
+    error = _error(launch(0), x, _multiplied(packed, rounded="decode" in path))
+    stored = (packed.words, packed.offsets, getattr(packed, "scale", None), x)
+    nbytes = sum(t.nbytes for t in stored if t is not None) + x.shape[0] * packed.rows * x.element_size()
     us, spread = time_us(launch, copies, us_dense)
+    bitmap = isinstance(packed, tiled_bitmap.TiledBitmap)
     return {
-        "layout": "tiled-csl",
-        "value_dtype": {"float16": "fp16", "bfloat16": "bf16"}[dtype_name(x.dtype)],
+        "layout": "tiled-bitmap" if bitmap else "tiled-csl",
+        "value_dtype": _SHORT[packed.dtype],
+        "dtype": _SHORT[x.dtype],
+        **({"group": packed.group} if bitmap else {}),
         "us": us,
         "us_spread": spread,
         "us_dense": us_dense,
         "speedup": us_dense / us,
         "bytes": nbytes,
+        "of_dense": packed.words.nbytes / (packed.rows * packed.cols * x.element_size()),
         "gbps": nbytes / us / 1000,
         "rel_err": error,
-        "path": tiled_csl_spmm.path(x.device, x.dtype, packed.dtype, x.shape[0]),
+        "path": path,
     }
+
+
+def _copy(packed: Packed) -> Packed:
+    return replace(packed, words=packed.words.clone(), offsets=packed.offsets.clone())
+
+
+def _multiplied(packed: Packed, rounded: bool) -> Tensor:
+    """The weight in float64; int8 values times their scale, `rounded` to its dtype as decoding does."""
+    if isinstance(packed, tiled_bitmap.TiledBitmap) and packed.scale is not None and not rounded:
+        return tiled_bitmap.unpack_values(packed).double() * packed.scale.double()[:, None]
+    return sparse.module_of(packed).unpack(packed).double()
 
 
 def _error(y: Tensor, x: Tensor, weight: Tensor) -> float:
     """Of y relative to the product in float64. Raises TilepressError where it is too large, in all or in one element."""
-    expected = x.double() @ weight.double().t()
+    weight = weight.double()
+    expected = x.double() @ weight.t()
     error = float((y.double() - expected).norm() / expected.norm())
-    allowed = _ROUNDING[y.dtype] * expected.abs() + _SUMMING * (x.double().abs() @ weight.double().abs().t())
+    allowed = _ROUNDING[y.dtype] * expected.abs() + _SUMMING * (x.double().abs() @ weight.abs().t())
     wrong = ~((y.double() - expected).abs() <= allowed)
     if not error < _ERROR[y.dtype] or bool(wrong.any()):
         at = f"{weight.shape[0]} x {weight.shape[1]}, N = {x.shape[0]}"

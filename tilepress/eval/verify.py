@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tilepress.compress.targets import linear_layers
-from tilepress.formats import TilepressError, UsageError, dtype_name, int8, kv_calibration
+from tilepress.formats import TilepressError, UsageError, dtype_name, int8, kv_calibration, tiled_bitmap
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -222,7 +222,13 @@ def _against(
             continue
         try:
             theirs = source.dense(source.weights[weight.name])
-            if weight.layout == "int8" and source.weights[weight.name].layout != "int8":
+            if weight.layout == "tiled-bitmap" and weight.is_int8 and not source.weights[weight.name].is_int8:
+                packed = checkpoint.packed(weight)
+                ours = tiled_bitmap.unpack_values(packed)
+                theirs = theirs.t() if packed.transposed else theirs
+                if ours.shape == theirs.shape:
+                    theirs = int8.quantize(theirs.to(packed.scale.dtype), packed.scale[:, None])
+            elif weight.layout == "int8" and not source.weights[weight.name].is_int8:
                 ours, scale = (checkpoint.read(entry.name) for entry in weight.entries[:2])
                 ours, scale = (ours, scale) if ours.dim() == 2 else (ours[0], scale.t())
                 theirs = int8.quantize(theirs.to(scale.dtype), scale) if ours.shape == theirs.shape else theirs

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError, int8, tiled_csl
+from tilepress.formats import TilepressError, UsageError, int8, sparse
 
 FORMAT_VERSION = 1
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ class Weight:
     """A weight under its model name, with the stored tensors that make it up."""
 
     name: str
-    layout: str  # "dense", "tiled-csl" or "int8"
+    layout: str  # "dense", "int8" or one of sparse.MODULES
     entries: tuple[TensorEntry, ...]
 
     @property
@@ -86,6 +86,11 @@ class Weight:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def is_int8(self) -> bool:
+        """Its values are codes with a scale: as a matrix, or those of a sparse layout."""
+        return self.layout == "int8" or any(entry.name == f"{self.name}_scale" for entry in self.entries[1:])
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -176,7 +181,7 @@ def read_manifest(folder: Path) -> dict:
             f"{MANIFEST_NAME} has format version {version!r}, this tilepress reads {FORMAT_VERSION}",
             "upgrade tilepress",
         )
-    numbers = {"bytes", "nonzeros", "zeros", "densest_tile", "wavefronts"}
+    numbers = {"bytes", "nonzeros", "zeros", "densest_tile", "wavefronts", "slots", "group"}
     for key, kind in (("settings", dict), ("source", dict), ("files", list), ("tensors", list), ("left_alone", list)):
         if not isinstance(manifest.get(key), kind):
             raise TilepressError(
@@ -292,9 +297,10 @@ class Checkpoint:
         """Every weight by its model name, in name order; packed ones with all their parts."""
         found: dict[str, Weight] = {}
         for name, entry in self.tensors.items():
-            if all(name + suffix in self.tensors for suffix in tiled_csl.SUFFIXES):
-                parts = tuple(self.tensors[name + suffix] for suffix in tiled_csl.SUFFIXES)
-                found[name] = Weight(name, "tiled-csl", parts)
+            packed = {layout: sparse.part_names(name, layout, self.tensors) for layout in sparse.MODULES}
+            layout = next((layout for layout, parts in packed.items() if parts), None)
+            if layout is not None:
+                found[name] = Weight(name, layout, tuple(self.tensors[part] for part in packed[layout]))
             elif name.endswith(".weight") and entry.dtype == torch.int8:
                 scale, *inputs = int8.part_names(name)
                 if scale not in self.tensors:
@@ -303,8 +309,8 @@ class Checkpoint:
                 found[name] = Weight(name, "int8", parts)
         inner = {entry.name for weight in found.values() for entry in weight.entries[1:]}
         for name in self.tensors:
-            stem = next((name.removesuffix(s) for s in tiled_csl.SUFFIXES[1:] if name.endswith(s)), None)
-            if stem is not None and name not in inner:
+            part = any(name.endswith(s) for module in sparse.MODULES.values() for s in module.SUFFIXES[1:])
+            if part and name not in inner:
                 raise TilepressError(
                     f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
                 )
@@ -327,15 +333,16 @@ class Checkpoint:
             why = str(error).splitlines()[0]
             raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error
 
-    def packed(self, weight: Weight) -> tiled_csl.TiledCSL:
-        """The stored tensors of a packed weight, with their shapes checked."""
-        return tiled_csl.from_parts(*(self.read(entry.name) for entry in weight.entries), name=weight.name)
+    def packed(self, weight: Weight) -> sparse.Packed:
+        """The stored tensors of a sparse weight, with their shapes checked."""
+        parts = (self.read(entry.name) for entry in weight.entries)
+        return sparse.MODULES[weight.layout].from_parts(*parts, name=weight.name)
 
-    def packed_shape(self, weight: Weight) -> tiled_csl.TiledCSL:
-        """The same without its words and offsets: they are empty, of the declared sizes, on the meta device."""
-        words, offsets, layout = weight.entries
-        empty = (torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in (words, offsets))
-        return tiled_csl.from_parts(*empty, self.read(layout.name), name=weight.name)
+    def packed_shape(self, weight: Weight) -> sparse.Packed:
+        """The same without its tensors: they are empty, of the declared sizes, on the meta device."""
+        parts = [torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in weight.entries]
+        parts[2] = self.read(weight.entries[2].name)
+        return sparse.MODULES[weight.layout].from_parts(*parts, name=weight.name)
 
     def form(self, weight: Weight) -> Form:
         """Shape and dtype of a packed weight, from its headers and small parts."""
@@ -347,16 +354,15 @@ class Checkpoint:
             rows, cols = codes.shape[:0:-1] if transposed else codes.shape
             return Form(rows, cols, scale.dtype, transposed)
         packed = self.packed_shape(weight)
-        return Form(packed.rows, packed.cols, packed.dtype, packed.transposed)
+        return Form(packed.rows, packed.cols, packed.weight_dtype, packed.transposed)
 
     def examine(self, weight: Weight) -> tuple[dict, list[str]]:
         """What the manifest records of a packed weight, counted anew, and what is wrong with it."""
         if weight.layout == "int8":
             return int8.examine(weight.name, {entry.name: self.read(entry.name) for entry in weight.entries})
-        packed = self.packed(weight)
-        problems, stats = tiled_csl.check(packed)
-        shape = (packed.rows, packed.cols, packed.dtype, packed.transposed)
-        return tiled_csl.record(*shape, stats), problems
+        packed, module = self.packed(weight), sparse.MODULES[weight.layout]
+        problems, stats = module.check(packed)
+        return module.record(packed, stats), problems
 
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:
         """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
@@ -365,11 +371,11 @@ class Checkpoint:
         if weight.layout == "int8":
             codes, scale = (self.read(entry.name).to(device) for entry in weight.entries[:2])
             return int8.dequantize(codes, scale) if codes.dim() == 2 else int8.dequantize(codes[0], scale.t())
-        packed = self.packed(weight).to(device)
-        problem = tiled_csl.check_bounds(packed)
+        packed, module = self.packed(weight).to(device), sparse.MODULES[weight.layout]
+        problem = module.check_bounds(packed)
         if problem:
             raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
-        tensor = tiled_csl.unpack(packed)
+        tensor = module.unpack(packed)
         return tensor.t().contiguous() if packed.transposed else tensor
 
 

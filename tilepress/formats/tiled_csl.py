@@ -25,6 +25,7 @@ from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
 
 SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
+OPTIONAL_SUFFIXES = ()
 TILE_ROWS, TILE_COLS = 128, 64  # the taller a tile, the more evenly its banks are filled
 WINDOW = TILE_ROWS * TILE_COLS  # elements
 DUMP = 2 * BANKS  # elements behind a window that padding hits
@@ -42,6 +43,11 @@ class TiledCSL:
     cols: int
     dtype: torch.dtype  # of the values: bfloat16 or float16
     transposed: bool = False  # the checkpoint without us stores [cols, rows], as Conv1D does
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight that the values stand for."""
+        return self.dtype
 
     def layout(self) -> Tensor:
         """The fields that are not tensors, as stored: int32 [5] (rows, cols, 128, index of the dtype, transposed)."""
@@ -104,11 +110,11 @@ class PackStats:
         return 32 * self.wavefronts / self.nonzeros if self.nonzeros else 0.0
 
 
-def record(rows: int, cols: int, dtype: torch.dtype, transposed: bool, stats: PackStats) -> dict:
+def record(packed: TiledCSL, stats: PackStats) -> dict:
     """What a manifest says of a packed weight."""
-    described = {"shape": [rows, cols], "dtype": dtype_name(dtype)}
+    described = {"shape": [packed.rows, packed.cols], "dtype": dtype_name(packed.dtype)}
     described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "wavefronts": stats.wavefronts}
-    return described | ({"transposed": True} if transposed else {})
+    return described | ({"transposed": True} if packed.transposed else {})
 
 
 def num_tiles(rows: int, cols: int) -> int:

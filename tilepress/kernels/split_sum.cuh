@@ -25,21 +25,28 @@ struct Parts {
   // Adds what the blocks before `block` have left of the row block whose first tile is `start`, as soon as they say so. Block b's run is
   // cut(b) .. cut(b + 1); `barrier` is a named barrier for the 128 threads.
   template <int COUNT, class F> __device__ __forceinline__ void add(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
-    int b = block;
-    while (cut(b) > start) --b;
-    for (; b < block; ++b) {
-      if (cut(b) == cut(b + 1)) continue;
-      if (threadIdx.x % 128 == 0) {
+    const auto left_some = [&](int b) { return b < block && cut(b) < cut(b + 1); };
+    int first = block;
+    while (cut(first) > start) --first;
+    for (int b = first + threadIdx.x % 128; b < block; b += 128)
+      if (left_some(b)) {
         while (load_acquire(left + number(b)) != ticket) {}
         left[number(b)] = 0;                               // a graph launches with the same ticket again
       }
-      bar_sync(barrier, 128);
-      const float4* part = at<COUNT>(b);
+    bar_sync(barrier, 128);
+    constexpr int BATCH = COUNT <= 8 ? 4 : COUNT <= 16 ? 2 : 1;    // parts on their way at once
+    for (int b = first; b < block; b += BATCH) {
+      float4 part[BATCH][COUNT / 4];
 #pragma unroll
-      for (int i = 0; i < COUNT; i += 4) {
-        const float4 v = __ldcg(part + i / 4 * 128);
-        acc[i] += v.x; acc[i + 1] += v.y; acc[i + 2] += v.z; acc[i + 3] += v.w;
-      }
+      for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; ++i) part[j][i] = left_some(b + j) ? __ldcg(at<COUNT>(b + j) + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; ++i) {
+          acc[4 * i] += part[j][i].x; acc[4 * i + 1] += part[j][i].y; acc[4 * i + 2] += part[j][i].z; acc[4 * i + 3] += part[j][i].w;
+        }
     }
   }
 };

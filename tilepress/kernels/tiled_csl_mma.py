@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from tilepress.formats.tiled_csl import TILE_COLS, TiledCSL
+from tilepress.formats.tiled_csl import TILE_COLS, TILE_ROWS, TiledCSL
 from tilepress.kernels import jit, split_sum
 
 MOST_ROWS = 64  # of x: beyond, W is decoded once rather than read again
@@ -37,7 +37,7 @@ def multiply(x: Tensor, packed: TiledCSL, bias: Tensor | None) -> Tensor:
     all_tiles = tiles * -(-n // columns)
     most = jit.multiprocessors(x.device) * BLOCKS[columns]
     grid = max(1, min(most, all_tiles // _FEWEST_TILES))
-    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 1, columns)
+    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 1, TILE_ROWS, columns)
     _kernel(columns, x.dtype)(
         x.device,
         grid,

@@ -23,6 +23,7 @@
 
 #include "tiled_csl.cuh"
 #include "split_sum.cuh"
+#include "output.cuh"
 
 #define ROWS 128
 #define WINDOW (TILE_BYTES + 1024)            // padding words fall behind the tile
@@ -170,24 +171,6 @@ __device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 s
   }
 }
 
-// Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in `high`: exchanged with the lane
-// beside it, each has 4 rows, 8 bytes.
-__device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 high, bool ok) {
-  const bool odd = threadIdx.x & 1;
-  const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1), first = odd ? other : low, second = odd ? high : other;
-  row += (threadIdx.x & 2) * 2 + odd * 8;
-  if (!ok) return;
-  if (m % 4 == 0) {
-    if (row < m) stg64(y + row, first, second);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (row + i < m) y[row + i] = (i < 2 ? first : second) >> 16 * (i % 2);
-  }
-}
-
-__device__ __forceinline__ float bias_of(const u16* bias, int row, int m) { return bias && row < m ? to_float(bias[row]) : 0.f; }
-
 __device__ __forceinline__ void write(const float (&acc)[ACC], int row0, const u16* bias, u16* y, int n, int m, int thread) {
   const int lane = thread % 32;
 #if SWAP
@@ -204,17 +187,11 @@ __device__ __forceinline__ void write(const float (&acc)[ACC], int row0, const u
     }
   }
 #else
-  // Of an m64: registers 4 i + {0, 1} are row lane / 4, columns 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below.
 #pragma unroll
   for (int h = 0; h < M64; ++h) {
     const int row = row0 + h * 64 + thread / 32 * 16;
     const float b = bias_of(bias, row + lane / 4, m), below = bias_of(bias, row + lane / 4 + 8, m);
-#pragma unroll
-    for (int i = 0; i < NT / 8; ++i) {
-      const float* a = acc + h * OF_M64 + 4 * i;
-      const int col = i * 8 + lane / 4;
-      write_rows(y + (u64)col * m, row, m, transpose(to_values(a[0] + b, a[1] + b)), transpose(to_values(a[2] + below, a[3] + below)), col < n);
-    }
+    write_m64((const float(&)[OF_M64])acc[h * OF_M64], row, y, n, m, [=](float sum, bool is_below) { return sum + (is_below ? below : b); });
   }
 #endif
 }

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.nn.functional import linear
 
-from tilepress.formats import TilepressError, tiled_csl
+from tilepress.formats import tiled_csl
 from tilepress.kernels import jit, library, ptx, split_sum, tiled_csl_mma
+from tilepress.kernels.packed import PerWeight, aligned, check_arguments, equal_shares, multiply_decoded
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
@@ -25,7 +25,6 @@ library.define(
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
 MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, but at 90 %
 _TILE_COST = 64  # of an empty tile, in 16 bytes
-_DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
 
 
 def tiled_csl_spmm_ref(
@@ -34,7 +33,7 @@ def tiled_csl_spmm_ref(
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], bias [rows] or None -> [..., rows] of x's dtype. Values and bias are converted
     to x's dtype before the product. For inference: on a card no gradient comes back."""
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
-    _check(x, packed, bias)
+    check_arguments(x, words, offsets, bias, rows, tiled_csl.num_tiles(rows, packed.cols))
     return linear(x, tiled_csl.unpack(packed).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -151,30 +150,10 @@ def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
 def make_cuts(offsets: Tensor, parts: int) -> Tensor:
     """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1], on the offsets' device. Waits for the
     device."""
-    tiles = offsets.numel() - 1
-    ends = offsets[1:].long().cpu() + _TILE_COST * torch.arange(1, tiles + 1)
-    inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts) // parts) + 1
-    edges = torch.tensor([0]), inner.clamp(max=tiles), torch.tensor([tiles])
-    return torch.cat(edges).to(offsets.device, torch.int32)
+    return equal_shares((offsets[1:] - offsets[:-1]).cpu() + _TILE_COST, parts).to(offsets.device)
 
 
-_cuts = WeakIdKeyDictionary()  # of offsets, with what they were made from
-
-
-def _cuts_of(packed: tiled_csl.TiledCSL, grid: int) -> Tensor:
-    """A weight's cuts, made where it is first multiplied. That this waits for the device is what lets the kernel read words, offsets and cuts before
-    the kernels ahead of it have ended. Raises TilepressError inside a CUDA graph."""
-    parts = packed.words, packed.offsets
-    version = grid, *(0 if part.is_inference() else part._version for part in parts)
-    made, cuts = _cuts.get(packed.offsets, (None, None))
-    if made != version:
-        if packed.offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise TilepressError(
-                "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
-            )
-        cuts = make_cuts(packed.offsets, grid)
-        _cuts[packed.offsets] = version, cuts
-    return cuts
+_cuts_of = PerWeight(make_cuts)
 
 
 def blocks(device: torch.device) -> int:
@@ -202,7 +181,7 @@ def _cuda(
     if jit.why_not(x.device) is not None:
         return tiled_csl_spmm_ref(x, words, offsets, bias, rows, value_dtype)
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
-    _check(x, packed, bias)
+    check_arguments(x, words, offsets, bias, rows, tiled_csl.num_tiles(rows, packed.cols))
     flat = x.reshape(-1, packed.cols)
     if bias is not None:
         bias = bias.to(x.dtype)
@@ -212,28 +191,10 @@ def _cuda(
     elif kernel is None:
         y = _multiply_decoded(flat, packed, bias)
     elif kernel == "tiled_csl_spmm":
-        y = _multiply(_aligned(flat), packed, bias)
+        y = _multiply(aligned(flat), packed, bias)
     else:
-        y = tiled_csl_mma.multiply(_aligned(flat), packed, bias)
+        y = tiled_csl_mma.multiply(aligned(flat), packed, bias)
     return y.view(*x.shape[:-1], rows)
-
-
-def _check(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> None:
-    """Raises ValueError for arguments that cannot be a product. What offsets and words hold is believed: `tiled_csl.check_bounds` looks."""
-    words, offsets = packed.words, packed.offsets
-    tiles = tiled_csl.num_tiles(packed.rows, packed.cols)
-    if words.dtype != torch.int32 or offsets.dtype != torch.int32:
-        raise ValueError(f"words of {words.dtype} and offsets of {offsets.dtype}, not int32")
-    if offsets.shape != (tiles + 1,):
-        raise ValueError(
-            f"{offsets.numel()} offsets are not those of {packed.rows} x {packed.cols}, which has {tiles} tiles"
-        )
-    if not (words.is_contiguous() and offsets.is_contiguous()) or (words.is_cuda and words.data_ptr() % 16):
-        raise ValueError("words and offsets must be contiguous, on a card words must begin at a multiple of 16 bytes")
-    if bias is not None and (bias.shape != (packed.rows,) or not bias.is_contiguous()):
-        raise ValueError(f"a bias of {list(bias.shape)} for {packed.rows} rows")
-    if any(t is not None and t.device != x.device for t in (words, offsets, bias)):
-        raise ValueError("the arguments are on several devices")
 
 
 def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
@@ -245,22 +206,15 @@ def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: t
     return "tiled_csl_mma" if n <= tiled_csl_mma.MOST_ROWS else None
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x [n, cols], with rows of a multiple of 8 columns that begin at multiples of 16 bytes. A kernel more where cols is no multiple of 8."""
-    if x.shape[1] % 8:
-        x = pad(x, (0, -x.shape[1] % 8))
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
-        x = x.new_empty(x.shape).copy_(x)
-    return x
-
-
 def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
-    """x as `_aligned` makes it -> [n, rows], in one launch."""
+    """x as `packed.aligned` makes it -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    cuts = _cuts_of(packed, grid)
-    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, chosen.consumers, chosen.columns)
+    cuts = _cuts_of(packed.words, packed.offsets, grid)
+    _memory, sums, left, ticket = split_sum.scratch(
+        x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns
+    )
     tiles = packed.offsets.numel() - 1
     kernel(
         x.device,
@@ -284,20 +238,10 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
 
 
 def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
-    """x [n, cols] -> [n, rows] by cuBLAS, for _DECODED_ROWS of W at a time."""
-    y = torch.empty(len(x), packed.rows, dtype=x.dtype, device=x.device)
-    k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
-    with torch.no_grad():  # out= has no gradient
-        for first in range(0, packed.rows, _DECODED_ROWS):
-            last = min(first + _DECODED_ROWS, packed.rows)
-            tiles = slice(first // tiled_csl.TILE_ROWS * k_blocks, -(-last // tiled_csl.TILE_ROWS) * k_blocks + 1)
-            dense = tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
-            dense, out = dense.to(x.dtype).t(), y[:, first:last]
-            if bias is None:
-                torch.mm(x, dense, out=out)
-            else:
-                torch.addmm(bias[first:last], x, dense, out=out)
-    return y
+    def decode(tiles: slice, first: int, last: int) -> Tensor:
+        return tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
+
+    return multiply_decoded(x, bias, packed.rows, (tiled_csl.TILE_ROWS, tiled_csl.TILE_COLS), decode)
 
 
 library.impl("tiled_csl_spmm", tiled_csl_spmm_ref, "CPU")

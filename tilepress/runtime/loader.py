@@ -6,7 +6,7 @@ from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
 from tilepress.runtime import kv_cache
 from tilepress.runtime.int8 import Int8Linear, fuse
-from tilepress.runtime.modules import TiledCSLLinear
+from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.plugin import METHOD, register
 
 
@@ -21,7 +21,7 @@ def load(
 ):
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
-    The linears of an artifact's packed weights are `TiledCSLLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
+    The linears of an artifact's packed weights are `SparseLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
     (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
     ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
@@ -94,8 +94,8 @@ def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
     """Which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
     found: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, TiledCSLLinear | Int8Linear):
-            key = module.path_for(model.dtype) if isinstance(module, TiledCSLLinear) else module.path
+        if isinstance(module, SparseLinear | Int8Linear):
+            key = module.path_for(model.dtype) if isinstance(module, SparseLinear) else module.path
             found[key] = found.get(key, 0) + 1
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"

@@ -25,9 +25,8 @@ from tilepress.formats.checkpoint import (
     module_path,
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
-from tilepress.formats.tiled_csl import check_bounds
 from tilepress.runtime.int8 import Int8Linear
-from tilepress.runtime.modules import TiledCSLLinear
+from tilepress.runtime.modules import SparseLinear, sparse_linear
 
 METHOD = "tilepress"
 _VERIFY = "`tilepress verify DIR` lists every finding"
@@ -95,8 +94,8 @@ class TilepressQuantizer(HfQuantizer):
             if parameter.dtype != self._dtypes.get(name, parameter.dtype):
                 parameter.data = parameter.data.to(self._dtypes[name])
         for name, module in model.named_modules():
-            if isinstance(module, TiledCSLLinear) and module.weight.device.type != "meta":
-                problem = check_bounds(module.packed)
+            if isinstance(module, SparseLinear) and module.weight.device.type != "meta":
+                problem = module.check_bounds()
                 if problem:
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
         del self._model, self._dtypes
@@ -208,4 +207,4 @@ def _packed_module(
                 name = entry.name.rpartition(".")[2]
                 made.register_buffer(name, getattr(made, name).reshape(()))
         return made
-    return TiledCSLLinear(checkpoint.packed_shape(weight), bias is not None, None if bias is None else bias.dtype)
+    return sparse_linear(checkpoint.packed_shape(weight), bias is not None, None if bias is None else bias.dtype)

@@ -1,0 +1,375 @@
+"""The bitmap's ops: reference and kernels against float64, opcheck, fullgraph compile, graphs; the kernels' cost from the compiler's log."""
+
+import itertools
+
+import pytest
+import torch
+from kernel_costs import cost
+
+from tilepress.formats import tiled_bitmap
+from tilepress.formats.int8 import quantize, weight_scale
+from tilepress.formats.tiled_bitmap import TiledBitmap
+from tilepress.kernels import jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
+from tilepress.kernels.tiled_bitmap_spmm import COLUMNS, Configuration, blocks_for
+from tilepress.runtime.modules import TiledBitmapLinear
+
+ops = torch.ops.tilepress
+SHARED_BYTES = 227 * 1024
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card"
+)
+KINDS = [
+    (dtype, int8, group) for dtype in (torch.float16, torch.bfloat16) for int8 in (False, True) for group in (1, 2)
+]
+SHAPES = [
+    (70, 130, (2, 3), 0.7),
+    (1, 1, (1,), 0.0),
+    (128, 128, (5,), 0.0),
+    (200, 300, (1, 1, 1), 0.95),
+    (64, 64, (4,), 1.0),
+    (1000, 3333, (7,), 0.8),
+    (640, 2048, (33,), 0.5),
+    (333, 72, (16,), 0.6),
+]
+
+
+def packed_weight(weight, int8, group):
+    if not int8:
+        return tiled_bitmap.pack(weight, group)
+    scale = weight_scale(weight, "channel", weight.dtype)
+    return tiled_bitmap.pack(quantize(weight, scale), group, scale.view(-1))
+
+
+def arguments(rows=70, cols=130, n=(2, 3), sparsity=0.7, kind=(torch.bfloat16, False, 1), bias=True, device="cpu"):
+    """The op's arguments, and the weight that it stands for in float64."""
+    dtype, int8, group = kind
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, cols, generator=generator)
+    weight[torch.rand(rows, cols, generator=generator) < sparsity] = 0
+    return of_weight(weight.to(dtype), n, int8, group, bias, device)
+
+
+def of_weight(weight, n, int8, group, bias, device):
+    packed = packed_weight(weight.to(device), int8, group)
+    exact = tiled_bitmap.unpack_values(packed).double()
+    if int8:
+        exact *= packed.scale.double()[:, None]
+    generator = torch.Generator().manual_seed(1)
+    rows, cols = weight.shape
+    x = torch.randn(*n, cols, generator=generator).to(weight.dtype).to(device)
+    b = torch.randn(rows, generator=generator).to(weight.dtype).to(device) if bias else None
+    return (x, packed.words, packed.offsets, packed.scale, b, rows, packed.dtype, group), exact
+
+
+def expected_of(args, weight):
+    x, bias = args[0].double(), args[4]
+    return x @ weight.t() + (0 if bias is None else bias.double())
+
+
+def assert_right(found, args, weight):
+    """Every element, with room for what float32 sums of its products lose."""
+    expected, x = expected_of(args, weight), args[0].double()
+    most = x.abs() @ weight.abs().t() + (0 if args[4] is None else args[4].double().abs())
+    rounding = 2**-10 if found.dtype == torch.float16 else 2**-7
+    wrong = (found.double() - expected).abs() > rounding * expected.abs() + 2**-16 * most + 1e-7
+    assert not bool(wrong.any()) and not bool(found.isnan().any()), int(wrong.sum())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows,cols,n,sparsity", SHAPES)
+def test_against_float64(rows, cols, n, sparsity, bias, kind, device):
+    args, weight = arguments(rows, cols, n, sparsity, kind, bias, device)
+    found = ops.tiled_bitmap_spmm(*args)
+    assert found.shape == (*n, rows) and found.dtype == kind[0]
+    assert_right(found, args, weight)
+    assert not bool(found[expected_of(args, weight) == 0].any())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_activations_of_another_dtype(int8, device):
+    args, weight = arguments(kind=(torch.float16, int8, 1), device=device, bias=False)
+    found = ops.tiled_bitmap_spmm(args[0].float(), *args[1:])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected_of(args, weight), rtol=2e-3 if int8 else 1e-5, atol=1e-3)
+    if int8:  # as a model in float32 has it
+        found = ops.tiled_bitmap_spmm(args[0].float(), *args[1:3], args[3].float(), *args[4:])
+        torch.testing.assert_close(found.double(), expected_of(args, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_opcheck(int8, device):
+    args, _ = arguments(kind=(torch.bfloat16, int8, 1), device=device)
+    torch.library.opcheck(ops.tiled_bitmap_spmm.default, args)
+    words, offsets, scale, rows, dtype, group = *args[1:4], *args[5:]
+    torch.library.opcheck(
+        ops.tiled_bitmap_decode.default, (words, offsets, scale, rows, args[0].shape[-1], dtype, group)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_without_graph_breaks(device):
+    args, _ = arguments(device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: ops.tiled_bitmap_spmm(*a) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*args), ops.tiled_bitmap_spmm(*args) * 2)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    args, _ = arguments(200, 300, kind=(torch.float16, True, 2))
+    x, words, offsets, scale, bias, *rest = args
+    for wrong in (
+        (x[..., :100], words, offsets, scale, bias),
+        (x, words, offsets[:-1], scale, bias),
+        (x, words, offsets, scale[:-1], bias),
+        (x, words, offsets, None, bias),
+        (x, words, offsets, scale, bias[:-1]),
+        (x, words[::2], offsets, scale, bias),
+    ):
+        with pytest.raises(ValueError):
+            ops.tiled_bitmap_spmm(*wrong, *rest)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows,cols,sparsity", [(70, 130, 0.5), (1, 1, 0.0), (300, 1024, 0.9), (256, 64, 1.0)])
+def test_decoding_is_exact(rows, cols, sparsity, kind, device):
+    args, weight = arguments(rows, cols, (1,), sparsity, kind, device=device)
+    words, offsets, scale, dtype, group = *args[1:4], *args[6:]
+    found = ops.tiled_bitmap_decode(words, offsets, scale, rows, cols, dtype, group)
+    assert torch.equal(found, weight.to(kind[0]) if scale is None else weight.float().to(kind[0]))
+
+
+def test_decoding_by_parts_is_the_whole_product(monkeypatch):
+    monkeypatch.setattr(packed_ops, "_DECODED_ROWS", 256)
+    for int8 in (False, True):
+        args, weight = arguments(1000, 300, (5,), 0.8, (torch.bfloat16, int8, 1))
+        packed = TiledBitmap(*args[1:3], 1000, 300, *args[6:], args[3])
+        found = tiled_bitmap_spmm._multiply_decoded(args[0], packed, args[4])
+        error = (found.double() - expected_of(args, weight)).norm() / expected_of(args, weight).norm()
+        assert error < 5e-3  # int8 weights are rounded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("tile_bytes", [2560, 9984, 19840, tiled_bitmap.largest_tile(1, torch.float16)])
+@pytest.mark.parametrize("tiles", [1, 1000, 14336])
+def test_blocks_fit_a_multiprocessor(columns, kind, tile_bytes, tiles):
+    for pairs in (1, 2) if columns == 128 else (1,):
+        chosen = Configuration(columns, pairs, kind[0], torch.int8 if kind[1] else kind[0], kind[2])
+        blocks, slots = blocks_for(chosen, tiles, tile_bytes, 132)
+        used = slots * chosen.slot_bytes(tile_bytes) + 4 * (132 * blocks + 1) + 1024
+        assert 1 <= blocks <= chosen.most_blocks and blocks * used <= SHARED_BYTES + 1024 and slots >= 2
+
+
+@pytest.mark.parametrize("n,columns,walks", [(3, 8, 1), (16, 16, 1), (64, 64, 1), (100, 128, 1), (1500, 128, 12)])
+def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
+    """Without a card: sizes and addresses of one launch."""
+    seen = []
+    monkeypatch.setattr(jit, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
+    monkeypatch.setattr(tiled_bitmap_spmm, "_planned", tiled_bitmap_spmm._planned.__wrapped__)
+    monkeypatch.setattr(
+        tiled_bitmap_spmm, "_kernel", lambda chosen, shared: lambda *a: seen.append((chosen, shared, *a))
+    )
+    args, _ = arguments(20000, 1003, (1,), 0.8, (torch.float16, True, 2))
+    words, offsets, scale, bias, rows, dtype, group = args[1:]
+    packed, x = TiledBitmap(words, offsets, rows, 1003, dtype, group, scale), torch.zeros(n, 1008, dtype=torch.float16)
+    y = tiled_bitmap_spmm._multiply(x, packed, bias)
+    ((chosen, shared, device, grid, *addresses, n_, m, k_blocks, units, tiles, walks_, tile_bytes, slots),) = seen
+    facts = tiled_bitmap_spmm._facts_of(words, offsets, 132)
+    assert (chosen.columns, n_, m, k_blocks, tiles, walks_) == (columns, n, rows, 8, 157 * 8, walks)
+    assert units == (157 + chosen.pairs - 1) // chosen.pairs * 8 and grid % walks == 0
+    assert (chosen.pairs == 2) == (columns == 128 and walks > 1)  # 1256 tiles are few for 132 multiprocessors
+    largest = max(b - a for a, b in itertools.pairwise(offsets.tolist())) * 16
+    assert largest <= tile_bytes < largest + 128 and tile_bytes % 128 == 0
+    assert shared == slots * chosen.slot_bytes(tile_bytes) + 4 * (grid + 1)
+    cuts = facts.cuts[grid].data_ptr() if walks == 1 and chosen.pairs == 1 else 0
+    assert addresses[:3] == [words.data_ptr(), offsets.data_ptr(), cuts]
+    assert addresses[3:7] == [(x.data_ptr(), (n, 1008), columns, 64), scale.data_ptr(), bias.data_ptr(), y.data_ptr()]
+    sums, left, ticket = addresses[7:]
+    assert sums - left >= 8 * grid * 2 * chosen.pairs and sums % 16 == left % 8 == 0 < ticket
+    assert y.shape == (n, rows) and device == x.device
+
+
+# On a card
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1000])
+def test_every_configuration_is_right_and_deterministic(n, kind):
+    """More tiles than blocks, row blocks that several blocks share; the output is poisoned by what the allocator gives back."""
+    for sparsity in (0.0, 0.5, 0.8, 0.97):
+        args, weight = arguments(4200, 2500, (n,), sparsity, kind, True, "cuda")
+        poison = torch.full((n, 4200), float("nan"), dtype=kind[0], device="cuda")
+        del poison
+        first = ops.tiled_bitmap_spmm(*args)
+        assert_right(first, args, weight)
+        for _ in range(5):
+            assert torch.equal(ops.tiled_bitmap_spmm(*args), first)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_few_blocks_use_their_slots_again_and_again(monkeypatch, grid, columns, pairs, group):
+    """1 block has 240 tiles; with 2 row blocks a unit the last unit is half empty; 40 blocks share row blocks among many, over several walks."""
+    if pairs == 2 and columns < 128:
+        pytest.skip("two row blocks are for 128 columns")
+    for sparsity in (0.0, 0.6, 0.95):
+        for n in {columns, columns // 2 + 1, 2 * columns + 5}:
+            args, weight = arguments(1411, 2500, (n,), sparsity, (torch.float16, False, group), True, "cuda")
+            walks = -(-n // columns)
+
+            def planned(n, tiles, tile_bytes, multiprocessors, dtype, value_dtype, group, walks=walks):
+                chosen = Configuration(columns, pairs, dtype, value_dtype, group)
+                _, slots = blocks_for(chosen, tiles, tile_bytes, 132)
+                size = max(walks, grid // walks * walks)
+                shared = slots * chosen.slot_bytes(tile_bytes) + 4 * (size + 1)
+                return tiled_bitmap_spmm.Plan(tiled_bitmap_spmm._kernel(chosen, shared), chosen, walks, size, slots)
+
+            monkeypatch.setattr(tiled_bitmap_spmm, "_planned", planned)
+            facts = tiled_bitmap_spmm._facts(args[2], 132)
+            sizes = (args[2][1:] - args[2][:-1]).cpu()
+            size = max(walks, grid // walks * walks)
+            facts.cuts[size] = packed_ops.equal_shares(sizes, size).to("cuda")
+            monkeypatch.setattr(tiled_bitmap_spmm, "_facts_of", lambda *a, facts=facts: facts)
+            found = ops.tiled_bitmap_spmm(*args)
+            assert_right(found, args, weight)
+            assert torch.equal(ops.tiled_bitmap_spmm(*args), found)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [3, 48, 100, 500])
+@pytest.mark.parametrize("int8,group", [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_uneven_rows(n, int8, group):
+    """Dense rows, empty rows and full tiles beside sparse ones."""
+    weight = torch.randn(1000, 1600).half()
+    weight[torch.rand(1000, 1600) < 0.9] = 0
+    weight[100:300] = torch.randn(200, 1600)
+    weight[:, 640:704] = torch.randn(1000, 64)
+    weight[500:700] = 0
+    args, exact = of_weight(weight, (n,), int8, group, False, "cuda")
+    found = ops.tiled_bitmap_spmm(*args)
+    assert_right(found, args, exact)
+    assert not bool(found[:, 500:640].any()) and torch.equal(ops.tiled_bitmap_spmm(*args), found)
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_inputs_that_are_not_aligned_or_contiguous():
+    args, weight = arguments(256, 512, (6,), 0.8, (torch.float16, False, 1), False, "cuda")
+    x, rest = args[0], args[1:]
+    wide = torch.cat([x, x], 1)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
+    for given in (wide[:, :512], x.t().contiguous().t(), shifted):
+        assert_right(ops.tiled_bitmap_spmm(given, *rest), args, weight)
+    assert ops.tiled_bitmap_spmm(x[:0], *rest).shape == (0, 256)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [5, 200])
+def test_graphs_replay_and_streams_do_not_meet(n):
+    args, weight = arguments(2048, 2048, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
+    expected = ops.tiled_bitmap_spmm(*args)
+    graph, static, side = torch.cuda.CUDAGraph(), args[0].clone(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        outs = [ops.tiled_bitmap_spmm(static, *args[1:]) for _ in range(4)]
+    for _ in range(50):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        with torch.cuda.stream(side):
+            other = [ops.tiled_bitmap_spmm(*args) for _ in range(4)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in [*outs, *other])
+    static.copy_(args[0] * 2)
+    graph.replay()
+    assert_right(outs[0], (static, *args[1:]), weight)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [2500, 4000])
+def test_many_rows_decode(n):
+    args, weight = arguments(2200, 1003, (n,), 0.8, (torch.float16, False, 1), True, "cuda")
+    assert "cuBLAS" in tiled_bitmap_spmm.path(args[0].device, torch.float16, torch.float16, n)
+    found, expected = ops.tiled_bitmap_spmm(*args), expected_of(args, weight)
+    assert float((found.double() - expected).norm() / expected.norm()) < 1e-3
+    assert torch.equal(ops.tiled_bitmap_spmm(*args), found)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [16, 700])
+def test_one_launch_and_no_other_kernel(n):
+    args, _ = arguments(1024, 1024, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
+    ops.tiled_bitmap_spmm(*args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.tiled_bitmap_spmm(*args)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert names == ["tiled_bitmap_spmm"], names
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("n", [4, 200, 3000])
+def test_a_layer_compiles_whole_and_needs_no_grad_mode(n):
+    args, weight = arguments(256, 512, (n,), 0.6, (torch.bfloat16, True, 2), True, "cuda")
+    layer = TiledBitmapLinear(TiledBitmap(*args[1:3], 256, 512, *args[6:], args[3]), True, torch.bfloat16)
+    layer.bias.data.copy_(args[4])
+    torch._dynamo.reset()
+    x = args[0].clone().requires_grad_()
+    expected = expected_of(args, weight)
+    for call in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer):
+        assert float((call(x).detach().double() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_other_cards_decode(monkeypatch, capability):
+    monkeypatch.setattr(jit, "capability", lambda device: capability)
+    path = tiled_bitmap_spmm.path(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16)
+    assert path == "tiled_bitmap_decode kernel and cuBLAS on cuda"
+    args, weight = arguments(300, 500, (6,), 0.6, (torch.float16, False, 1), True, "cuda")
+    assert_right(ops.tiled_bitmap_spmm(*args), args, weight)
+
+
+# From the compiler's log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns,pairs", [*((columns, 1) for columns in COLUMNS), (128, 2)])
+def test_the_kernel_compiles_within_its_budget(columns, pairs, kind):
+    pytest.importorskip("cuda.core")
+    dtype, int8, group = kind
+    chosen = Configuration(columns, pairs, dtype, torch.int8 if int8 else dtype, group)
+    found = cost(jit.compile_cubin("tiled_bitmap_spmm", chosen.source, "sm_90a")[1])
+    warps = -(-chosen.threads // 32 * chosen.most_blocks // 4)  # of a quarter of the multiprocessor
+    assert found["spills"] == found["stack"] == 0 and not found["serialized"]
+    assert -(-found["registers"] // 8) * 8 * 32 * warps <= 16384
+    consumer, other = chosen.registers  # what warps take must have been given to the block, or they wait for ever
+    consumers = 256 * chosen.pairs
+    assert consumer * consumers + other * (chosen.threads - consumers) <= found["registers"] * chosen.threads
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_compiles_for_both_architectures(kind, arch):
+    pytest.importorskip("cuda.core")
+    dtype, int8, group = kind
+    source = tiled_bitmap_decode.kernel(dtype, torch.int8 if int8 else dtype, group).source
+    found = cost(jit.compile_cubin("tiled_bitmap_decode", source, arch)[1])
+    assert found["spills"] == found["stack"] == 0 and found["registers"] <= 64

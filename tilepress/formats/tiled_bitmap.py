@@ -1,0 +1,420 @@
+"""Tiled bitmap: a sparse weight as one bit for each element, or pair of elements, and the values whose bits are set.
+
+At 50 % sparsity 16-bit values take 0.58 of dense, where Tiled-CSL's words take 1.0. `docs/format.md` is the specification with the
+drawing; in short:
+
+    tiles   128 rows x 128 columns; row blocks, then column blocks
+    run     the 64 elements of a tile that one lane of a kernel's warp multiplies: its fragments of eight m16k16 products, step by step
+    group   elements that share a bit and are stored together: 1, or 2 neighbouring columns
+    masks   of each of the 8 x 32 runs 64 / group bits
+    starts  of each run where its values begin, behind the starts: 2 bytes
+    values  of a run one below the other, 128 bytes apart: in the same bank of shared memory all the way down
+    offsets where each tile begins and the last one ends, in 16 bytes
+
+The 32 runs of a warp lie in 32 different banks, so whatever lanes have a value at a place, they read it without conflict; which bank a run
+gets is chosen so that a tile's columns of values are about equally high.
+
+Any density and shape; every element whose bits are not all zero is kept, so -0.0 survives and unpack(pack(w)) is w bit for bit. INT8 codes
+-127 .. 127 are stored as sign and magnitude, with a scale for each row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError, dtype_name
+
+SUFFIXES = ("", "_offsets", "_bitmap")  # of the tensors that store weight NAME
+OPTIONAL_SUFFIXES = ("_scale",)
+TILE_ROWS = TILE_COLS = 128
+WARPS, LANES, RUN = 8, 32, 64  # runs of a tile, elements of a run
+LINE = 128  # bytes of a line of values: one of shared memory's banks after the other
+GROUPS = (1, 2)
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.int8)
+SCALE_DTYPES = (torch.bfloat16, torch.float16)
+_STARTS = 2 * WARPS * LANES  # bytes
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what a group is stored as, by its bytes
+_SWEEPS = 3  # over a tile's warps: each gets its banks anew, given the others'
+_CHUNK_ELEMENTS = 1 << 21  # looked at together
+
+
+@dataclass(frozen=True)
+class TiledBitmap:
+    """A packed weight [rows, cols] = [out_features, in_features]."""
+
+    words: Tensor  # int32 [4 * offsets[-1]]
+    offsets: Tensor  # int32 [tiles + 1], in 16 bytes
+    rows: int
+    cols: int
+    dtype: torch.dtype  # of the values: bfloat16, float16 or int8
+    group: int
+    scale: Tensor | None = None  # [rows] bfloat16 or float16, of int8 values
+    transposed: bool = False  # the checkpoint without us stores [cols, rows], as Conv1D does
+
+    @property
+    def width(self) -> int:
+        """Bytes of a group's values."""
+        return self.group * self.dtype.itemsize
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight that the values stand for."""
+        return self.dtype if self.scale is None else self.scale.dtype
+
+    def layout(self) -> Tensor:
+        """The fields that are not tensors, as stored."""
+        return layout_tensor(self.rows, self.cols, self.dtype, self.group, self.transposed)
+
+    def to(self, device: torch.device | str) -> "TiledBitmap":
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, words=self.words.to(device), offsets=self.offsets.to(device), scale=scale)
+
+
+def layout_tensor(rows: int, cols: int, dtype: torch.dtype, group: int, transposed: bool) -> Tensor:
+    """int32 [7]: rows, cols, 128, 128, index of the values' dtype, group, transposed."""
+    fields = [rows, cols, TILE_ROWS, TILE_COLS, VALUE_DTYPES.index(dtype), group, int(transposed)]
+    return torch.tensor(fields, dtype=torch.int32)
+
+
+def from_parts(
+    words: Tensor, offsets: Tensor, layout: Tensor, scale: Tensor | None = None, name: str = "weight"
+) -> TiledBitmap:
+    """Puts the stored tensors together and checks that their shapes and dtypes agree.
+
+    Raises TilepressError naming `name` if they do not; what the words hold is `check`'s business.
+    """
+    if layout.dtype != torch.int32 or layout.shape != (7,):
+        raise TilepressError(f"{name}: bitmap layout is {layout.dtype} {list(layout.shape)}, expected int32 [7]")
+    rows, cols, tall, wide, dtype, group, transposed = layout.tolist()
+    sound = rows >= 1 and cols >= 1 and (tall, wide) == (TILE_ROWS, TILE_COLS) and group in GROUPS
+    if not sound or dtype not in range(len(VALUE_DTYPES)) or transposed not in (0, 1):
+        fields = "rows, cols, tile rows, tile columns, dtype, group, transposed"
+        raise TilepressError(f"{name}: bitmap layout ({fields}) = {layout.tolist()} is out of range")
+    tiles = num_tiles(rows, cols)
+    if words.dtype != torch.int32 or words.dim() != 1 or words.numel() % 4:
+        raise TilepressError(f"{name}: words are {words.dtype} {list(words.shape)}, expected int32 in whole 16 bytes")
+    if offsets.dtype != torch.int32 or offsets.shape != (tiles + 1,):
+        raise TilepressError(
+            f"{name}: offsets are {offsets.dtype} {list(offsets.shape)}, {rows} x {cols} needs int32 [{tiles + 1}]"
+        )
+    if (scale is not None) != (VALUE_DTYPES[dtype] == torch.int8):
+        raise TilepressError(f"{name}: {VALUE_DTYPES[dtype]} values {'without a' if scale is None else 'with a'} scale")
+    if scale is not None and (scale.shape != (rows,) or scale.dtype not in SCALE_DTYPES):
+        raise TilepressError(f"{name}: the scale is {scale.dtype} {list(scale.shape)}, expected 16 bits [{rows}]")
+    return TiledBitmap(words, offsets, rows, cols, VALUE_DTYPES[dtype], group, scale, bool(transposed))
+
+
+@dataclass
+class PackStats:
+    nonzeros: int = 0
+    densest_tile: int = 0  # non-zeros of the fullest tile
+    slots: int = 0  # elements that the values have room for
+
+    def add(self, other: "PackStats") -> None:
+        self.nonzeros += other.nonzeros
+        self.densest_tile = max(self.densest_tile, other.densest_tile)
+        self.slots += other.slots
+
+
+def record(packed: TiledBitmap, stats: PackStats) -> dict:
+    """What a manifest says of a packed weight."""
+    described = {"shape": [packed.rows, packed.cols], "dtype": dtype_name(packed.weight_dtype)}
+    described |= {"value_dtype": dtype_name(packed.dtype), "group": packed.group}
+    described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "slots": stats.slots}
+    return described | ({"transposed": True} if packed.transposed else {})
+
+
+def num_tiles(rows: int, cols: int) -> int:
+    return -(-rows // TILE_ROWS) * -(-cols // TILE_COLS)
+
+
+def header_bytes(group: int) -> int:
+    """Of a tile's masks and starts."""
+    return WARPS * LANES * RUN // group // 8 + _STARTS
+
+
+def largest_tile(group: int, dtype: torch.dtype) -> int:
+    """Bytes of a tile without zeros; no tile has more."""
+    return header_bytes(group) + TILE_ROWS * TILE_COLS * dtype.itemsize
+
+
+def best_group(density: float, dtype: torch.dtype) -> int:
+    """Pairs where most pairs are empty, which takes half of the reads: measured, docs/kernels/tiled_bitmap_spmm.md."""
+    return 2 if density < 0.25 and dtype != torch.int8 else 1
+
+
+def pack(values: Tensor, group: int | None = None, scale: Tensor | None = None, name: str = "weight") -> TiledBitmap:
+    """Packs a bfloat16 or float16 weight [rows, cols], or int8 codes with their scale [rows], on its device; without a `group` the best one.
+
+    Raises TilepressError naming `name` for another dtype, a non-finite value or the code -128.
+    """
+    if group is None:
+        group = best_group(float(torch.count_nonzero(values)) / max(values.numel(), 1), values.dtype)
+    if (scale is None) == (values.dtype == torch.int8) or (scale is not None and scale.shape != values.shape[:1]):
+        raise TilepressError(
+            f"{name}: {dtype_name(values.dtype)} values with a scale of {None if scale is None else list(scale.shape)}"
+        )
+    stripes = list(pack_stripes(values, group, name))
+    offsets = offsets_from_sizes(torch.cat([sizes for _, sizes, _ in stripes]))
+    words = torch.cat([words for words, _, _ in stripes])
+    return TiledBitmap(words, offsets, *values.shape, values.dtype, group, scale)
+
+
+def offsets_from_sizes(sizes: Tensor) -> Tensor:
+    """Of each tile in 16 bytes -> offsets. Raises TilepressError where int32 does not reach (32 GiB)."""
+    ends = torch.cumsum(sizes.long(), 0)
+    if ends.numel() and int(ends[-1]) > 2**31 - 1:
+        raise TilepressError(f"a packed weight of {int(ends[-1]) * 16} bytes exceeds the format's 32 GiB")
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+
+
+def pack_stripes(values: Tensor, group: int, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
+    """Packs a few row blocks at a time, in file order: yields (words, size of each tile in 16 bytes, statistics), so that memory stays small."""
+    if values.dtype not in VALUE_DTYPES or values.dim() != 2 or not values.numel():
+        raise TilepressError(
+            f"{name}: the bitmap stores 2-D bfloat16, float16 or int8 values, not {values.dtype} {list(values.shape)}",
+            "convert it first: --dtype bfloat16, or leave it dense: --ignore " + name,
+        )
+    if group not in GROUPS:
+        raise TilepressError(f"{name}: groups of {group} are not stored", f"choose one of {GROUPS}")
+    rows, cols = values.shape
+    wide = -(-cols // TILE_COLS) * TILE_COLS
+    step = max(1, _CHUNK_ELEMENTS * (16 if values.is_cuda else 1) // (TILE_ROWS * wide)) * TILE_ROWS
+    for first in range(0, rows, step):
+        stripe = values[first : first + step]
+        bad = stripe == -128 if values.dtype == torch.int8 else ~torch.isfinite(stripe)
+        if bool(bad.any()):
+            at = bad.nonzero()[0].tolist()
+            raise TilepressError(
+                f"{name} has {'the code -128' if values.dtype == torch.int8 else 'a non-finite value'} at [{first + at[0]}, {at[1]}]",
+                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
+            )
+        tall = -(-stripe.shape[0] // TILE_ROWS) * TILE_ROWS
+        if stripe.shape != (tall, wide):
+            stripe = torch.nn.functional.pad(stripe, (0, wide - cols, 0, tall - stripe.shape[0]))
+        if values.dtype == torch.int8:
+            stripe = (stripe.abs() | (stripe & -128)).view(torch.uint8)
+        yield _pack_tiles(_to_runs(stripe), group)
+
+
+def _to_runs(stripe: Tensor) -> Tensor:
+    """Dense [128 a, 128 b] -> [tiles, 256 runs, 64]: by warp (16 rows), lane (row of 8, two columns of 8), step (16 columns), half of it, row or the
+    one 8 below, column."""
+    rows, cols = stripe.shape
+    bits = stripe.view(torch.int16) if stripe.element_size() == 2 else stripe
+    #                                      warp  low row      step low column
+    split = bits.view(rows // TILE_ROWS, WARPS, 2, 8, cols // TILE_COLS, 8, 2, 4, 2)
+    return split.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).reshape(-1, WARPS * LANES, RUN)
+
+
+def _from_runs(runs: Tensor, col_blocks: int) -> Tensor:
+    split = runs.view(-1, col_blocks, WARPS, 8, 4, 8, 2, 2, 2)
+    return split.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(-1, col_blocks * TILE_COLS)
+
+
+def _assign(counts: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of each run [tiles, 256] -> its column of values and the line where it begins, and the lines of each tile.
+
+    Warp after warp, the fullest run takes the bank with the lowest column; in further sweeps each warp's runs are taken out and placed again."""
+    tiles, device = len(counts), counts.device
+    counts = counts.view(tiles, WARPS, LANES)
+    heights = torch.zeros(tiles, 32, columns // 32, dtype=torch.int32, device=device)
+    flat = heights.view(tiles, columns)
+    column = torch.empty(tiles, WARPS, LANES, dtype=torch.int64, device=device)
+    order = counts.argsort(dim=2, descending=True, stable=True)
+    for sweep in range(_SWEEPS):
+        for warp in range(WARPS):
+            if sweep:
+                flat.scatter_add_(1, column[:, warp], -counts[:, warp])
+            low, which = heights.min(2)
+            bank = low.argsort(dim=1, stable=True)
+            column[:, warp].scatter_(1, order[:, warp], bank * (columns // 32) + which.gather(1, bank))
+            flat.scatter_add_(1, column[:, warp], counts[:, warp])
+    lines = flat.amax(1)
+    flat.zero_()
+    line = torch.empty_like(counts)
+    for warp in range(WARPS):
+        line[:, warp] = flat.gather(1, column[:, warp])
+        flat.scatter_add_(1, column[:, warp], counts[:, warp])
+    return column.view(tiles, -1).int(), line.view(tiles, -1), lines
+
+
+def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
+    """[T, 256, 64] -> (words, size of each tile in 16 bytes int32 [T], statistics)."""
+    tiles, device, width = len(runs), runs.device, group * runs.element_size()
+    units = runs.reshape(tiles, -1).view(_UNITS[width]).view(tiles, WARPS * LANES, RUN // group)
+    bits = units != 0
+    counts = bits.sum(2, dtype=torch.int32)
+    column, line, lines = _assign(counts, LINE // width)
+    header = header_bytes(group)
+    sizes = (header + lines * LINE) // 16
+    base = torch.cumsum(sizes.long(), 0) - sizes  # of each tile, in 16 bytes
+    words = torch.zeros(4 * int(sizes.sum()), dtype=torch.int32, device=device)
+
+    starts = torch.where(counts > 0, line * LINE + column * width, 0)
+    powers = (1 << torch.arange(8, device=device)).to(torch.uint8)
+    masks = (bits.view(tiles, -1, 8) * powers).sum(2, dtype=torch.uint8)
+    head = torch.cat([masks, starts.to(torch.int16).view(torch.uint8)], 1).view(torch.int32)
+    words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
+
+    rank = bits.cumsum(2, dtype=torch.int16) - 1
+    first = (base[:, None] * 16 + header + starts) // width  # unit of each run's first group
+    at = bits.view(-1).nonzero().squeeze(1)
+    place = first.view(-1)[at // (RUN // group)] + rank.view(-1)[at].long() * (LINE // width)
+    words.view(_UNITS[width])[place] = units.view(-1)[at]
+
+    nonzeros = (runs != 0).sum((1, 2))
+    stats = PackStats(int(nonzeros.sum()), int(nonzeros.max()), int(lines.sum()) * LINE // runs.element_size())
+    return words, sizes, stats
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Some tiles of a packed weight, looked at run by run."""
+
+    bits: Tensor  # bool [T, 256, 64 / group]
+    counts: Tensor  # of a run's groups: int64 [T, 256]
+    starts: Tensor  # in bytes: int64 [T, 256]
+    lines: Tensor  # of a tile's values: int64 [T]
+    first: Tensor  # byte of each tile's values among the words: int64 [T]
+
+    def places(self, width: int) -> tuple[Tensor, Tensor]:
+        """(index among the groups, index among the words seen as groups) of every group that is stored."""
+        at = self.bits.view(-1).nonzero().squeeze(1)
+        rank = self.bits.cumsum(2, dtype=torch.int16).view(-1)[at].long() - 1
+        run = at // self.bits.shape[2]
+        begin = (self.first[:, None] + self.starts).view(-1) // width
+        return at, begin[run] + rank * (LINE // width)
+
+
+def _look(packed: TiledBitmap, first: int, last: int) -> _Tiles:
+    header, device = header_bytes(packed.group), packed.words.device
+    base = packed.offsets[first:last].long()
+    head = packed.words[4 * base[:, None] + torch.arange(header // 4, device=device)].view(torch.uint8)
+    masks, starts = head[:, :-_STARTS], head[:, -_STARTS:].contiguous().view(torch.int16).long() & 0xFFFF
+    bits = (masks[:, :, None] >> torch.arange(8, device=device)) & 1
+    bits = bits.bool().view(last - first, WARPS * LANES, RUN // packed.group)
+    lines = ((packed.offsets[first + 1 : last + 1].long() - base) * 16 - header) // LINE
+    return _Tiles(bits, bits.sum(2), starts, lines, base * 16 + header)
+
+
+def _stripes(packed: TiledBitmap) -> Iterator[tuple[int, int]]:
+    """(first, last) of tiles looked at together: whole row blocks."""
+    tiles, per_block = packed.offsets.numel() - 1, -(-packed.cols // TILE_COLS)
+    room = _CHUNK_ELEMENTS * (16 if packed.words.is_cuda else 1)
+    step = max(1, room // (per_block * TILE_ROWS * TILE_COLS)) * per_block
+    for first in range(0, tiles, step):
+        yield first, min(first + step, tiles)
+
+
+def unpack_values(packed: TiledBitmap) -> Tensor:
+    """The stored values as a dense matrix [rows, cols] of their dtype, on the words' device."""
+    out = torch.empty(packed.rows, packed.cols, dtype=packed.dtype, device=packed.words.device)
+    per_block = -(-packed.cols // TILE_COLS)
+    stored = packed.words.view(_UNITS[packed.width])
+    element = _UNITS[packed.dtype.itemsize]
+    for first, last in _stripes(packed):
+        found = _look(packed, first, last)
+        units = torch.zeros(found.bits.numel(), dtype=stored.dtype, device=stored.device)
+        at, place = found.places(packed.width)
+        units[at] = stored[place]
+        stripe = _from_runs(units.view(element), per_block)
+        if packed.dtype == torch.int8:
+            magnitude = (stripe & 127).to(torch.int8)
+            stripe = torch.where(stripe > 127, -magnitude, magnitude)
+        top = first // per_block * TILE_ROWS
+        out[top : top + len(stripe)] = stripe[: packed.rows - top, : packed.cols].view(packed.dtype)
+    return out
+
+
+def unpack(packed: TiledBitmap) -> Tensor:
+    """The dense weight [rows, cols] on the words' device; int8 codes times their scale, in the scale's dtype."""
+    values = unpack_values(packed)
+    return values if packed.scale is None else (values.float() * packed.scale.float()[:, None]).to(packed.scale.dtype)
+
+
+def check_offsets(packed: TiledBitmap) -> str | None:
+    """What is wrong with a packed weight's offsets, or None: from 0, every tile masks, starts and whole lines, to the end of the words."""
+    offsets, header = packed.offsets, header_bytes(packed.group)
+    if int(offsets[0]) != 0 or int(offsets[-1]) * 4 != packed.words.numel():
+        return f"offsets run from {int(offsets[0])} to {int(offsets[-1])}, expected 0 to {packed.words.numel() // 4}"
+    sizes = (offsets[1:].long() - offsets[:-1]) * 16
+    wrong = (sizes < header) | ((sizes - header) % LINE != 0) | (sizes > largest_tile(packed.group, packed.dtype))
+    if bool(wrong.any()):
+        tile = int(wrong.nonzero()[0])
+        most = largest_tile(packed.group, packed.dtype)
+        return f"tile {tile} has {int(sizes[tile])} bytes, not {header} to {most} in whole lines of {LINE}"
+    return None
+
+
+def _outside(found: _Tiles, width: int) -> Tensor:
+    """Runs whose values do not lie in their tile: bool [T, 256]."""
+    end = found.starts + (found.counts - 1) * LINE + width
+    return (found.counts > 0) & ((found.starts % width != 0) | (end > found.lines[:, None] * LINE))
+
+
+def check_bounds(packed: TiledBitmap) -> str | None:
+    """What would make decoding wrong or unsafe, or None: offsets in order, and every run in its tile. `check` looks closer."""
+    problem = check_offsets(packed)
+    for first, last in _stripes(packed) if problem is None else ():
+        wrong = _outside(_look(packed, first, last), packed.width).any(1)
+        if bool(wrong.any()):
+            return f"a run of tile {first + int(wrong.nonzero()[0])} points outside the tile"
+    return problem
+
+
+def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
+    """Every defect of a packed weight, and its statistics recounted, a few row blocks at a time."""
+    problem = check_offsets(packed)
+    if problem:
+        return [problem], PackStats()
+    stats, problems, width, device = PackStats(), [], packed.width, packed.words.device
+    stored, element = packed.words.view(_UNITS[width]), _UNITS[packed.dtype.itemsize]
+    per_block = -(-packed.cols // TILE_COLS)
+    if packed.scale is not None and not bool((torch.isfinite(packed.scale) & (packed.scale > 0)).all()):
+        problems.append("a scale is not a positive number")
+    for first, last in _stripes(packed):
+        where = f"tiles {first} to {last - 1}"
+        found = _look(packed, first, last)
+        if bool(_outside(found, width).any()):
+            problems.append(f"{where}: {int(_outside(found, width).sum())} runs point outside their tile")
+            continue
+        at, place = found.places(width)
+        units = torch.zeros(found.bits.numel(), dtype=stored.dtype, device=stored.device)
+        units[at] = stored[place]
+        banks = torch.where(
+            found.counts > 0, found.starts % LINE // 4, 32 + torch.arange(WARPS * LANES, device=device) % LANES
+        )
+        banks = banks.view(-1, LANES).sort(1).values
+        slots = torch.zeros(
+            int(packed.offsets[last] - packed.offsets[first]) * 16 // width, dtype=torch.bool, device=device
+        )
+        begin = int(packed.offsets[first]) * 16 // width
+        slots[place - begin] = True
+        heads = (packed.offsets[first:last].long() * 16 // width - begin)[:, None]
+        slots[heads + torch.arange(header_bytes(packed.group) // width, device=device)] = True
+        values = _from_runs(units.view(element), per_block)
+        top = first // per_block * TILE_ROWS
+        inside = torch.zeros(values.shape, dtype=torch.bool, device=device)
+        inside[: packed.rows - top, : packed.cols] = True
+        for count, what in (
+            (place.numel() - torch.unique(place).numel(), "values belong to two runs"),
+            (int((units[at] == 0).sum()), "stored groups are zero"),
+            (int((stored[begin : begin + slots.numel()][~slots] != 0).sum()), "places that no run has are not zero"),
+            (int((banks[:, 1:] == banks[:, :-1]).sum()), "runs share a bank with another of their warp"),
+            (int(((found.counts == 0) & (found.starts != 0)).sum()), "empty runs begin somewhere"),
+            (int((~_sound(values, packed.dtype)).sum()), "values are not finite, or a zero with a sign"),
+            (int(((values != 0) & ~inside).sum()), f"values lie outside {packed.rows} x {packed.cols}"),
+        ):
+            if count:
+                problems.append(f"{where}: {count} {what}")
+        nonzeros = (units.view(element).view(last - first, -1) != 0).sum(1)
+        lines = int(found.lines.sum())
+        stats.add(PackStats(int(nonzeros.sum()), int(nonzeros.max()), lines * LINE // packed.dtype.itemsize))
+    return problems, stats
+
+
+def _sound(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values != 128 if dtype == torch.int8 else torch.isfinite(values.view(dtype))

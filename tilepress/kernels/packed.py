@@ -1,0 +1,87 @@
+"""What the ops on packed weights share: their arguments, what is worked out once for a weight, and products with a weight that is decoded first."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tilepress.formats import TilepressError
+
+_DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
+Made = TypeVar("Made")
+
+
+def check_arguments(
+    x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, tiles: int, scale: Tensor | None = None
+) -> None:
+    """Raises ValueError for arguments that cannot be a product. What offsets and words hold is believed: `check_bounds` of their format looks."""
+    if words.dtype != torch.int32 or offsets.dtype != torch.int32:
+        raise ValueError(f"words of {words.dtype} and offsets of {offsets.dtype}, not int32")
+    if offsets.shape != (tiles + 1,):
+        raise ValueError(f"{offsets.numel()} offsets are not those of {rows} x {x.shape[-1]}, which has {tiles} tiles")
+    if not (words.is_contiguous() and offsets.is_contiguous()) or (words.is_cuda and words.data_ptr() % 16):
+        raise ValueError("words and offsets must be contiguous, on a card words must begin at a multiple of 16 bytes")
+    for what, vector in (("bias", bias), ("scale", scale)):
+        if vector is not None and (vector.shape != (rows,) or not vector.is_contiguous()):
+            raise ValueError(f"a {what} of {list(vector.shape)} for {rows} rows")
+    if any(t is not None and t.device != x.device for t in (words, offsets, bias, scale)):
+        raise ValueError("the arguments are on several devices")
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [n, cols], with rows of a multiple of 8 columns that begin at multiples of 16 bytes. A kernel more where cols is no multiple of 8."""
+    if x.shape[1] % 8:
+        x = pad(x, (0, -x.shape[1] % 8))
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
+        x = x.new_empty(x.shape).copy_(x)
+    return x
+
+
+class PerWeight(Generic[Made]):
+    """What `make(offsets, blocks)` works out for a weight where it is first multiplied; it waits for the device, and that lets kernels read words,
+    offsets and what was made before the kernels ahead of them have ended."""
+
+    def __init__(self, make: Callable[[Tensor, int], Made]):
+        self._make, self._made = make, WeakIdKeyDictionary()
+
+    def __call__(self, words: Tensor, offsets: Tensor, blocks: int) -> Made:
+        """Anew where the tensors have changed. Raises TilepressError inside a CUDA graph."""
+        version = blocks, *(0 if part.is_inference() else part._version for part in (words, offsets))
+        known, made = self._made.get(offsets, (None, None))
+        if known != version:
+            if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise TilepressError(
+                    "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
+                )
+            made = self._make(offsets, blocks)
+            self._made[offsets] = version, made
+        return made
+
+
+def equal_shares(costs: Tensor, parts: int) -> Tensor:
+    """Of tiles with these costs [tiles]: where the runs begin that `parts` blocks take, int32 [parts + 1], on the costs' device."""
+    ends = torch.cumsum(costs.long(), 0)
+    inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts, device=ends.device) // parts) + 1
+    edges = torch.tensor([0]), inner.clamp(max=len(ends)).cpu(), torch.tensor([len(ends)])
+    return torch.cat(edges).to(costs.device, torch.int32)
+
+
+def multiply_decoded(
+    x: Tensor, bias: Tensor | None, rows: int, tile: tuple[int, int], decode: Callable[[slice, int, int], Tensor]
+) -> Tensor:
+    """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape."""
+    y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    k_blocks = -(-x.shape[1] // tile[1])
+    with torch.no_grad():  # out= has no gradient
+        for first in range(0, rows, _DECODED_ROWS):
+            last = min(first + _DECODED_ROWS, rows)
+            tiles = slice(first // tile[0] * k_blocks, -(-last // tile[0]) * k_blocks + 1)
+            dense, out = decode(tiles, first, last).to(x.dtype).t(), y[:, first:last]
+            if bias is None:
+                torch.mm(x, dense, out=out)
+            else:
+                torch.addmm(bias[first:last], x, dense, out=out)
+    return y

@@ -1,0 +1,183 @@
+// y[n, M] = x[n, K] W[M, K]^T + bias, W as tiled bitmap (formats/tiled_bitmap.py), on the tensor cores of sm_90a.
+//
+// A block walks through units of W: the tiles, 128 rows and 128 columns each, of PAIRS row blocks, one below the other. Its warps have roles and
+// hand over by mbarriers:
+//
+//   loader     a unit's tiles, 128 columns of x in global memory --bulk copies, TMA--> a slot in shared memory
+//   consumers  for each tile two warpgroups, 64 rows each: values in the slot --LDS--> operand A in registers, x in the slot as operand B --wgmma-->
+//              accumulators --> y
+//
+// While wgmma multiplies PART steps of a tile, a warpgroup reads the values of the next ones. Several blocks share a multiprocessor.
+//
+// W is walked through once for every NT columns of y. Of a walk's units a block takes cuts[b] .. cuts[b + 1], equal shares of work, or, without cuts,
+// of units; sums that blocks share are those of split_sum.cuh. With several walks, neighbouring blocks take the same units in different ones at about
+// the same time, and all but one find W in the L2 cache. Blocks are numbered by walks, and in a walk by units: `number` below.
+//
+// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running.
+//
+// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; BLOCKS of a multiprocessor; CONSUMER_REGISTERS and LOADER_REGISTERS, 0 for as many as all warps have;
+// those of tiled_bitmap.cuh. wgmma_a() of NT columns comes from kernels/ptx.py.
+
+#include "tiled_bitmap.cuh"
+#include "split_sum.cuh"
+#include "output.cuh"
+
+#define ROWS 128
+#define CONSUMERS (8 * PAIRS)                 // warps
+#define WARPS (CONSUMERS + (LOADER_REGISTERS ? 4 : 1))    // setmaxnreg is for whole warpgroups
+#define X_BYTES (NT * 256)
+#define PART (NT <= 64 ? 4 : WIDTH == 4 ? 1 : 2)       // as registers allow
+enum { GROUP_BARRIER = 1 };                   // named barriers, one for each warpgroup
+
+struct Slots {  // of shared memory: x, tiles, mbarriers
+  u32 x, tiles, tile_bytes, full, empty;      // a slot has PAIRS tiles
+  int count;
+};
+
+struct Position {  // in the slots
+  int slot = 0;
+  u32 phase = 0;
+
+  __device__ void next(int count) {
+    if (++slot == count) { slot = 0; phase ^= 1; }
+  }
+};
+
+struct Size {  // of W
+  int k_blocks, units, tiles;                              // units of a walk
+
+  __device__ int tile(int unit, int pair) const {          // of a unit, or -1 for the row block that is not there
+    unit %= units;
+    const int tile = (unit / k_blocks * PAIRS + pair) * k_blocks + unit % k_blocks;
+    return tile < tiles ? tile : -1;
+  }
+};
+
+struct Extent {  // of a tile among the words
+  int first = 0, count = 0;
+
+  __device__ void look_up(const int* offsets, int tile) {
+    if (tile < 0) { count = 0; return; }
+    first = __ldg(offsets + tile); count = __ldg(offsets + tile + 1) - first;
+  }
+};
+
+__device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, int begin, int end, const Size& w) {
+  Position at;
+  bool waited = false;
+  Extent now[PAIRS], later[PAIRS];
+#pragma unroll
+  for (int p = 0; p < PAIRS; ++p) now[p].look_up(offsets, w.tile(end - 1, p));
+  for (int unit = end; unit-- > begin;) {
+    u32 bytes = X_BYTES;
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+      later[p].look_up(offsets, w.tile(max(unit - 1, begin), p));
+      bytes += now[p].count * 16;
+    }
+    const u32 full = slots.full + 8 * at.slot, to = slots.x + at.slot * X_BYTES;
+    wait(slots.empty + 8 * at.slot, at.phase ^ 1);
+    expect(full, bytes);
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+      if (now[p].count) bulk_copy(slots.tiles + (at.slot * PAIRS + p) * slots.tile_bytes, words + now[p].first, now[p].count * 16, full);
+      now[p] = later[p];
+    }
+    if (!waited) wait_for_grid();
+    waited = true;
+    const int column = unit % w.k_blocks * 128, row = unit / w.units * NT;
+    tma_2d(to, x, column, row, full);
+    tma_2d(to + X_BYTES / 2, x, column + 64, row, full);
+    at.next(slots.count);
+  }
+}
+
+// PART after PART of a tile: read, then multiply, while the next part is read.
+template <int FIRST> __device__ __forceinline__ void multiply(float (&acc)[NT / 2], u32 (&a)[2][PART][4], Run& run, u64 x, u32& before) {
+  u32 (&mine)[PART][4] = a[FIRST / PART % 2];
+  read_steps<FIRST>(mine, run);
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < PART; ++s) wgmma_a(acc, mine[s], x + (FIRST + s) / 4 * (X_BYTES / 2 / 16) + (FIRST + s) % 4 * 2);
+  wgmma_commit();
+  wgmma_wait<1>();
+  if (FIRST == 0 && threadIdx.x % 32 == 0 && before) arrive(before);
+  if constexpr (FIRST + PART < 8) multiply<FIRST + PART>(acc, a, run, x, before);
+}
+
+template <class F> __device__ __forceinline__ void consume(const Slots& slots, const Parts& parts, int number, F cut, const u16* scale, const u16* bias, u16* y, int n,
+                                                           int m, const Size& w) {
+  const int warp = threadIdx.x / 32 % 8, pair = parts.mine / 2, lane = threadIdx.x % 32, begin = cut(number), end = cut(number + 1);
+  Position at;
+  for (int unit = end; unit > begin;) {
+    const int start = (unit - 1) / w.k_blocks * w.k_blocks, stop = max(begin, start), tile = w.tile(start, pair);
+    if (PAIRS > 1 && tile < 0) {
+      for (; unit > stop; --unit) {
+        wait(slots.full + 8 * at.slot, at.phase);
+        if (lane == 0) arrive(slots.empty + 8 * at.slot);
+        at.next(slots.count);
+      }
+      continue;
+    }
+    const bool has_end = unit == start + w.k_blocks;
+    float acc[NT / 2];
+#pragma unroll
+    for (int i = 0; i < NT / 2; ++i) acc[i] = 0.f;
+    u32 a[2][PART][4], before = 0;                         // `before`: barrier of the unit before, which wgmma may still read
+    for (; unit > stop; --unit) {
+      wait(slots.full + 8 * at.slot, at.phase);
+      Run run(slots.tiles + (at.slot * PAIRS + pair) * slots.tile_bytes, threadIdx.x % 256);
+      multiply<0>(acc, a, run, descriptor(slots.x + at.slot * X_BYTES), before);
+      before = slots.empty + 8 * at.slot;
+      at.next(slots.count);
+    }
+    wgmma_wait<0>();
+    if (lane == 0) arrive(before);
+    if (has_end) {
+      if (stop > start) parts.add(acc, start, number, cut, GROUP_BARRIER + parts.mine);
+      const int column = start / w.units * NT, row = tile / w.k_blocks * ROWS + warp * 16, mine = row + lane / 4;
+      const float b = bias_of(bias, mine, m), below = bias_of(bias, mine + 8, m);
+      const float s = INT8 ? bias_of(scale, mine, m) * INT8_FACTOR : 1.f, below_s = INT8 ? bias_of(scale, mine + 8, m) * INT8_FACTOR : 1.f;
+      write_m64(acc, row, y + (u64)column * m, n - column, m, [=](float sum, bool is_below) {
+        if (INT8) sum *= is_below ? below_s : s;
+        return sum + (is_below ? below : b);
+      });
+    } else {
+      parts.store(acc, number);
+      bar_sync(GROUP_BARRIER + parts.mine, 128);
+      if (threadIdx.x % 128 == 0) parts.announce(number);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+tiled_bitmap_spmm(const uint4* words, const int* offsets, const int* all_cuts, const __grid_constant__ TensorMap x, const u16* scale, const u16* bias, u16* y,
+                  float* sums, u64* left, u64 ticket, int n, int m, int k_blocks, int units, int tiles, int walks, int tile_bytes, int slot_count) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 base = shared_address(shared);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const Size w = {k_blocks, units, tiles};
+  const int blocks = gridDim.x / walks, number = blockIdx.x % walks * blocks + blockIdx.x / walks;    // blocks of a walk
+  Slots slots;
+  slots.count = slot_count; slots.tile_bytes = tile_bytes;
+  slots.x = base; slots.tiles = base + slot_count * X_BYTES;
+  slots.full = slots.tiles + slot_count * PAIRS * tile_bytes; slots.empty = slots.full + 8 * slot_count;
+  int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
+  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)
+    cuts[i] = i / blocks * units + (all_cuts ? __ldg(all_cuts + i % blocks) : i % blocks * (units / blocks) + min(i % blocks, units % blocks));
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < slot_count; ++i) { bar_init(slots.full + 8 * i, 1); bar_init(slots.empty + 8 * i, CONSUMERS); }
+    fence_bar_init();
+  }
+  __syncthreads();
+  if (warp < CONSUMERS) {
+    take_registers<CONSUMER_REGISTERS>();
+    wait_for_grid();
+    const Parts parts = {sums, left, ticket, CONSUMERS / 4, warp / 4};
+    consume(slots, parts, number, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
+  } else {
+    give_registers<LOADER_REGISTERS>();
+    if (threadIdx.x == 32 * CONSUMERS && cuts[number + 1] > cuts[number]) load(words, offsets, &x, slots, cuts[number], cuts[number + 1], w);
+  }
+}

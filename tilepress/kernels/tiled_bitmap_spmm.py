@@ -1,0 +1,255 @@
+"""y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
+
+On sm_90 one launch of tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x; for more, and on other cards from sm_80 on, W is decoded to dense
+(tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any device.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tilepress.formats import tiled_bitmap
+from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
+from tilepress.kernels import jit, library, ptx, split_sum
+from tilepress.kernels.packed import PerWeight, aligned, check_arguments, equal_shares, multiply_decoded
+from tilepress.kernels.tiled_bitmap_decode import macros, tiled_bitmap_decode
+
+library.define(
+    "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
+)
+COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
+MOST_ROWS = 2048  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor, for blocks of which each costs 1 KiB more
+_MOST_SLOTS, _MOST_BLOCKS = 12, 4
+_FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
+_WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
+_TILE_COST = 768  # of a tile's products, in 16 bytes
+
+
+def tiled_bitmap_spmm_ref(
+    x: Tensor,
+    words: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    value_dtype: torch.dtype,
+    group: int,
+) -> Tensor:
+    """x [..., cols] floating, words int32, offsets int32 [tiles + 1], scale [rows] of int8 values, bias [rows] or None -> [..., rows] of x's dtype.
+    Values and bias are converted to x's dtype before the product, int8 ones multiplied as they are and scaled after it. For inference: on a card no
+    gradient comes back."""
+    packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
+    _check(x, packed, bias)
+    if scale is None:
+        return linear(x, tiled_bitmap.unpack(packed).to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = linear(x.float(), tiled_bitmap.unpack_values(packed).float()) * scale.float()
+    return (y if bias is None else y + bias.to(x.dtype).float()).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Macros of the kernel, and what they need."""
+
+    columns: int  # of y: one of COLUMNS
+    pairs: int  # row blocks that a block multiplies at once: 2 for 128 columns, where 8 warps would read too slowly
+    dtype: torch.dtype  # of x
+    value_dtype: torch.dtype
+    group: int
+
+    @property
+    def most_blocks(self) -> int:
+        """Of a multiprocessor: as many as registers allow."""
+        plain = self.group == 1 and self.value_dtype != torch.int8
+        few = plain or (self.value_dtype == torch.int8 and self.dtype == torch.float16)  # registers
+        return {8: 4 if few else 3, 16: 4 if plain else 3, 32: 3 if few else 2, 64: 2, 128: 1}[self.columns]
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and of another thread, 0 for equal shares."""
+        return (112, 32) if self.pairs == 2 else (0, 0)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (8 * self.pairs + (4 if self.pairs == 2 else 1))
+
+    @property
+    def source(self) -> str:
+        own = {
+            "NT": self.columns,
+            "PAIRS": self.pairs,
+            "BLOCKS": self.most_blocks,
+            "CONSUMER_REGISTERS": self.registers[0],
+            "LOADER_REGISTERS": self.registers[1],
+        }
+        product = ptx.wgmma_a(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16")
+        return jit.source("tiled_bitmap_spmm.cu", product, **own, **macros(self.dtype, self.value_dtype, self.group))
+
+    def slot_bytes(self, tile_bytes: int) -> int:
+        return self.pairs * tile_bytes + 256 * self.columns + 16
+
+
+class Plan(NamedTuple):
+    """How a weight is multiplied."""
+
+    kernel: jit.Kernel
+    chosen: Configuration
+    walks: int  # over W, each for so many columns of y
+    grid: int
+    slots: int
+
+
+class _Facts(NamedTuple):
+    """Of a weight."""
+
+    tile_bytes: int  # of its largest tile, in whole lines
+    cuts: dict[int, Tensor]  # where the runs of so many blocks begin
+
+
+def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
+    sizes = (offsets[1:] - offsets[:-1]).cpu()
+    grids = [multiprocessors * count for count in range(1, _MOST_BLOCKS + 1)]
+    largest = -(-int(sizes.max()) // 8) * 128
+    return _Facts(largest, {grid: equal_shares(sizes + _TILE_COST, grid).to(offsets.device) for grid in grids})
+
+
+_facts_of = PerWeight(_facts)
+
+
+def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
+    """Blocks of a multiprocessor, and slots of each: as many blocks as have two slots and a few tiles each."""
+    for blocks in range(chosen.most_blocks, 0, -1):
+        room = _SHARED_BYTES // blocks - 1024 - 4 * (multiprocessors * blocks + 1)
+        slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
+        if blocks == 1 or (slots >= 2 and tiles >= _FEWEST_TILES * blocks * multiprocessors):
+            break
+    return blocks, slots
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    n: int, tiles: int, tile_bytes: int, multiprocessors: int, dtype: torch.dtype, value_dtype: torch.dtype, group: int
+) -> Plan:
+    columns = next((columns for columns in COLUMNS if n <= columns), COLUMNS[-1])
+    walks = -(-n // columns)
+    wide = columns == 128 and tiles * walks >= _WIDE_TILES * multiprocessors
+    chosen = Configuration(columns, 2 if wide else 1, dtype, value_dtype, group)
+    blocks, slots = blocks_for(chosen, tiles * walks, tile_bytes, multiprocessors)
+    grid = multiprocessors * blocks // walks * walks
+    kernel = _kernel(chosen, slots * chosen.slot_bytes(tile_bytes) + 4 * (grid + 1))
+    return Plan(kernel, chosen, walks, grid, slots)
+
+
+@functools.cache
+def _kernel(chosen: Configuration, shared: int) -> jit.Kernel:
+    return jit.Kernel("tiled_bitmap_spmm", chosen.source, chosen.threads, shared, overlaps=True)
+
+
+def _cuda(
+    x: Tensor,
+    words: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    value_dtype: torch.dtype,
+    group: int,
+) -> Tensor:
+    wide_scale = scale is not None and scale.dtype not in tiled_bitmap.SCALE_DTYPES
+    if jit.why_not(x.device) is not None or wide_scale:
+        return tiled_bitmap_spmm_ref(x, words, offsets, scale, bias, rows, value_dtype, group)
+    packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
+    _check(x, packed, bias)
+    flat = x.reshape(-1, packed.cols)
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if len(flat) == 0:
+        y = x.new_empty(0, rows)
+    elif _uses_kernel(len(flat), x.device, x.dtype, packed.weight_dtype):
+        y = _multiply(aligned(flat), packed, bias)
+    else:
+        y = _multiply_decoded(flat, packed, bias)
+    return y.view(*x.shape[:-1], rows)
+
+
+def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
+    tiles = tiled_bitmap.num_tiles(packed.rows, packed.cols)
+    check_arguments(x, packed.words, packed.offsets, bias, packed.rows, tiles, packed.scale)
+    if (packed.scale is None) == (packed.dtype == torch.int8) or packed.group not in tiled_bitmap.GROUPS:
+        raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
+
+
+def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+    """Whether tiled_bitmap_spmm.cu takes n rows of x, or decoding and cuBLAS do."""
+    return jit.capability(device)[0] == 9 and dtype == weight_dtype and n <= MOST_ROWS
+
+
+def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
+    """x as `packed.aligned` makes it -> [n, rows], in one launch."""
+    n, multiprocessors = len(x), jit.multiprocessors(x.device)
+    y = torch.empty(n, packed.rows, dtype=x.dtype, device=x.device)
+    facts = _facts_of(packed.words, packed.offsets, multiprocessors)
+    tiles, k_blocks = packed.offsets.numel() - 1, -(-packed.cols // TILE_COLS)
+    plan = _planned(n, tiles, facts.tile_bytes, multiprocessors, x.dtype, packed.dtype, packed.group)
+    columns, pairs = plan.chosen.columns, plan.chosen.pairs
+    _memory, sums, left, ticket = split_sum.scratch(x.device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)
+    plan.kernel(
+        x.device,
+        plan.grid,
+        packed.words.data_ptr(),
+        packed.offsets.data_ptr(),
+        facts.cuts[plan.grid].data_ptr() if plan.walks == pairs == 1 else 0,  # 0: equal numbers of units
+        jit.tensor_map(x, columns, 64),
+        0 if packed.scale is None else packed.scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        sums,
+        left,
+        ticket,
+        n,
+        packed.rows,
+        k_blocks,
+        -(-tiles // k_blocks // pairs) * k_blocks,
+        tiles,
+        plan.walks,
+        facts.tile_bytes,
+        plan.slots,
+    )
+    return y
+
+
+def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
+    def decode(tiles: slice, first: int, last: int) -> Tensor:
+        scale = None if packed.scale is None else packed.scale[first:last]
+        rows = last - first
+        return tiled_bitmap_decode(
+            packed.words, packed.offsets[tiles], scale, rows, packed.cols, packed.dtype, packed.group
+        )
+
+    return multiply_decoded(x, bias, packed.rows, (TILE_ROWS, TILE_COLS), decode)
+
+
+library.impl("tiled_bitmap_spmm", tiled_bitmap_spmm_ref, "CPU")
+library.impl("tiled_bitmap_spmm", _cuda, "CUDA")
+
+
+@torch.library.register_fake("tilepress::tiled_bitmap_spmm")
+def _(x, words, offsets, scale, bias, rows, value_dtype, group):
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n: int = 1) -> str:
+    """Which implementation serves n rows of x of a dtype on a device: what results report."""
+    why = jit.why_not(device)
+    if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
+        return f"tiled_bitmap_spmm reference on {device.type}{why or ''}"
+    if _uses_kernel(n, device, dtype, weight_dtype):
+        return "tiled_bitmap_spmm kernel on cuda"
+    return "tiled_bitmap_decode kernel and cuBLAS on cuda"
+
+
+tiled_bitmap_spmm = torch.ops.tilepress.tiled_bitmap_spmm
