@@ -87,8 +87,8 @@ def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", 
     return read_manifest(output)
 
 
-def prune(source: Path, output: Path, sparsity: float = 0.6, **settings) -> dict:
-    return run_recipe(PruneRecipe(sparsity, **settings), source, output)
+def prune(source: Path, output: Path, sparsity: float = 0.6, format: str = "tiled-csl", **settings) -> dict:
+    return run_recipe(PruneRecipe(sparsity, format=format, **settings), source, output)
 
 
 def quantize(source: Path, output: Path, device: str = "cpu", **settings) -> dict:

@@ -56,7 +56,7 @@ def test_dense_needs_no_conversion(cli, tiny, tmp_path):
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "dense")
     assert ran.code == 2 and "no packed weight" in ran.err
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "zip")
-    assert ran.code == 2 and "dense, tiled-csl" in ran.err
+    assert ran.code == 2 and "auto, tiled-csl, tiled-bitmap, dense" in ran.err
     ran = cli("convert", tiny, "-o", tmp_path / "x", "--to", "dense", "--ignore", "lm_head.no")
-    assert ran.code == 2 and "--to tiled-csl" in ran.err
+    assert ran.code == 2 and "sparse layouts" in ran.err
     assert not (tmp_path / "x").exists()

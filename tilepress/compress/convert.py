@@ -42,6 +42,11 @@ class ConvertRecipe(Recipe):
             kept = [target for target in targets if target.weight.layout == "tiled-bitmap" and target.weight.is_int8]
             left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]
             targets = [target for target in targets if target not in kept]
+            if not targets:
+                raise UsageError(
+                    f"every weight of {checkpoint.path.name} is a bitmap already, of int8 values",
+                    "nothing is left to convert",
+                )
         return targets, left
 
     def settings(self) -> dict:
