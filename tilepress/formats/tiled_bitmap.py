@@ -36,6 +36,8 @@ VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.int8)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 _STARTS = 2 * WARPS * LANES  # bytes
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what a group is stored as, by its bytes
+_PAIRS = {1: torch.int16, 2: torch.int32}  # what two columns are moved as, by the bytes of one
+_PACK_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has them as bits
 _SWEEPS = 3  # over a tile's warps: each gets its banks anew, given the others'
 _CHUNK_ELEMENTS = 1 << 21  # looked at together
 
@@ -184,8 +186,8 @@ def pack_stripes(values: Tensor, group: int, name: str = "weight") -> Iterator[t
     step = max(1, _CHUNK_ELEMENTS * (16 if values.is_cuda else 1) // (TILE_ROWS * wide)) * TILE_ROWS
     for first in range(0, rows, step):
         stripe = values[first : first + step]
-        bad = stripe == -128 if values.dtype == torch.int8 else ~torch.isfinite(stripe)
-        if bool(bad.any()):
+        if not _storable(stripe):
+            bad = stripe == -128 if values.dtype == torch.int8 else ~torch.isfinite(stripe)
             at = bad.nonzero()[0].tolist()
             raise TilepressError(
                 f"{name} has {'the code -128' if values.dtype == torch.int8 else 'a non-finite value'} at [{first + at[0]}, {at[1]}]",
@@ -199,19 +201,28 @@ def pack_stripes(values: Tensor, group: int, name: str = "weight") -> Iterator[t
         yield _pack_tiles(_to_runs(stripe), group)
 
 
+def _storable(stripe: Tensor) -> bool:
+    if stripe.dtype == torch.int8:
+        return int(stripe.amin()) > -128
+    infinity = 0x7F80 if stripe.dtype == torch.bfloat16 else 0x7C00  # from these bits on nothing is finite
+    return int((stripe.contiguous().view(torch.int16) & 0x7FFF).amax()) < infinity
+
+
 def _to_runs(stripe: Tensor) -> Tensor:
     """Dense [128 a, 128 b] -> [tiles, 256 runs, 64]: by warp (16 rows), lane (row of 8, two columns of 8), step (16 columns), half of it, row or the
     one 8 below, column."""
     rows, cols = stripe.shape
-    bits = stripe.view(torch.int16) if stripe.element_size() == 2 else stripe
-    #                                      warp  low row      step low column
-    split = bits.view(rows // TILE_ROWS, WARPS, 2, 8, cols // TILE_COLS, 8, 2, 4, 2)
-    return split.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).reshape(-1, WARPS * LANES, RUN)
+    pairs = stripe.contiguous().view(_PAIRS[stripe.element_size()])
+    #                                       warp  low row      step low pair
+    split = pairs.view(rows // TILE_ROWS, WARPS, 2, 8, cols // TILE_COLS, 8, 2, 4)
+    runs = split.permute(0, 4, 1, 3, 7, 5, 6, 2).contiguous()
+    return runs.view(_UNITS[stripe.element_size()]).view(-1, WARPS * LANES, RUN)
 
 
 def _from_runs(runs: Tensor, col_blocks: int) -> Tensor:
-    split = runs.view(-1, col_blocks, WARPS, 8, 4, 8, 2, 2, 2)
-    return split.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(-1, col_blocks * TILE_COLS)
+    split = runs.view(_PAIRS[runs.element_size()]).view(-1, col_blocks, WARPS, 8, 4, 8, 2, 2)
+    stripe = split.permute(0, 2, 7, 3, 1, 5, 6, 4).contiguous()
+    return stripe.view(runs.dtype).view(-1, col_blocks * TILE_COLS)
 
 
 def _assign(counts: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,8 +265,7 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
     words = torch.zeros(4 * int(sizes.sum()), dtype=torch.int32, device=device)
 
     starts = torch.where(counts > 0, line * LINE + column * width, 0)
-    powers = (1 << torch.arange(8, device=device)).to(torch.uint8)
-    masks = (bits.view(tiles, -1, 8) * powers).sum(2, dtype=torch.uint8)
+    masks = (bits.view(torch.int64) * _PACK_BITS >> 56).to(torch.uint8).view(tiles, -1)
     head = torch.cat([masks, starts.to(torch.int16).view(torch.uint8)], 1).view(torch.int32)
     words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
 
