@@ -48,7 +48,7 @@ def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of,
 def test_sigkill_then_resume(checkpoint_of, tmp_path):
     """A real process, killed at several moments of its work."""
     source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
-    prune(source, tmp_path / "whole")
+    prune(source, tmp_path / "whole", format="auto")
     expected, killed_early = digest(tmp_path / "whole"), 0
     for number in range(3):
         output = tmp_path / f"killed-{number}"
@@ -73,7 +73,7 @@ def test_ranks_and_workers_write_the_same_bytes(checkpoint_of, tmp_path, cli, mo
     source = checkpoint_of("llama")
     for scope in ("layer", "global"):
         settings = ("--sparsity", "0.6", "--scope", scope)
-        prune(source, tmp_path / f"one-{scope}", scope=scope)
+        prune(source, tmp_path / f"one-{scope}", format="auto", scope=scope)
         two = tmp_path / f"two-{scope}"
         monkeypatch.setenv("SLURM_NTASKS", "2")
         monkeypatch.setenv("SLURM_PROCID", "1")
@@ -170,7 +170,7 @@ def test_dry_run_plans_and_writes_nothing(checkpoint_of, tmp_path, cli):
     out = tmp_path / "out"
     ran = cli("compress", "prune", source, "-o", out, "--sparsity", "0.6", "--dry-run", "--json")
     assert ran.code == 0 and not out.exists()
-    prune(source, out, 0.6)
+    prune(source, out, 0.6, "auto")
     written = sum(p.stat().st_size for p in out.glob("*.safetensors"))
     assert ran.json["disk_bytes"] == pytest.approx(written, rel=0.1)
     assert len(ran.json["layers"]) == 14 and ran.json["peak_memory_bytes"] > 0
@@ -410,7 +410,7 @@ def test_workers_end_with_the_process_that_started_them(checkpoint_of, tmp_path)
     assert children and not any(map(alive, children))
     again = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6", "-q", "--resume")
     assert again.wait() == 0, again.stderr.read()
-    prune(source, tmp_path / "whole")
+    prune(source, tmp_path / "whole", format="auto")
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 

@@ -157,9 +157,9 @@ class TiledBitmapLayout(Layout):
         values = torch.int8 if self.scales else dtype
         group = tiled_bitmap.best_group(density, values)
         stored = 1 - (1 - density) ** group  # of the groups
-        lines = 1.06 * stored * tiled_bitmap.TILE_ROWS * tiled_bitmap.TILE_COLS * values.itemsize
+        lines = 1.04 * stored * target.elements * values.itemsize + 64 * tiles
         scales = target.rows * dtype.itemsize if self.scales else 0
-        return int(tiles * (tiled_bitmap.header_bytes(group) + lines)) + 4 * (tiles + 8) + scales
+        return int(tiles * tiled_bitmap.header_bytes(group) + lines) + 4 * (tiles + 8) + scales
 
     def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledBitmap":
         return _TiledBitmap(target, dtype, load, self.scales)

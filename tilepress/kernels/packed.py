@@ -49,7 +49,7 @@ class PerWeight(Generic[Made]):
 
     def __call__(self, words: Tensor, offsets: Tensor, blocks: int) -> Made:
         """Anew where the tensors have changed. Raises TilepressError inside a CUDA graph."""
-        version = blocks, *(0 if part.is_inference() else part._version for part in (words, offsets))
+        version = blocks, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in (words, offsets))
         known, made = self._made.get(offsets, (None, None))
         if known != version:
             if offsets.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -55,9 +55,10 @@ __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {  // of what is read once; 16-byte aligned
+// 16-byte aligned; `again`: others will read it too. The policies are those of cutlass, evict normal and evict first.
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar, bool again) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(0x12F0000000000000ull) : "memory");   // the hint of cutlass' evict-first policy
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(again ? 0x1000000000000000ull : 0x12F0000000000000ull) : "memory");
 }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // stores before it are seen by wgmma and copies
 

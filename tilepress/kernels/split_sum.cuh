@@ -1,7 +1,8 @@
-// Sums that several blocks share: every block takes a run of tiles, last one first, and the tiles of a row block follow one another. A block whose
-// run ends inside a row block leaves its sums (float32) and goes on; the block that has the row block's last tile adds them up, in the order of
-// blocks, so that results do not depend on timing. Blocks wait only for blocks of lower numbers: progress rests on blocks being started in the
-// order of their numbers. `left` needs no preparation: a part has been left where it stands at `ticket`, a number that no other launch has.
+// Sums that several blocks share: every block takes a run of tiles, or units of them, last one first, and those of a row block follow one another. A
+// block whose run ends inside a row block leaves its sums (float32) and goes on; the block that has the row block's last tile adds them up, in the
+// order of blocks, so that results do not depend on timing. Blocks are numbered by their runs and wait only for lower numbers, of lower blockIdx:
+// progress rests on blocks being started in that order. `left` needs no preparation: a part has been left where it stands at `ticket`, a number
+// that no other launch has.
 
 struct Parts {
   float* sums; u64* left; u64 ticket;
@@ -11,10 +12,7 @@ struct Parts {
   template <int COUNT> __device__ float4* at(int block) const { return (float4*)sums + (u64)number(block) * (COUNT / 4 * 128) + threadIdx.x % 128; }
 
   // By one lane, behind a barrier with those who have stored the part.
-  __device__ void announce(int block) const {
-    __threadfence();
-    store_release(left + number(block), ticket);
-  }
+  __device__ void announce(int block) const { store_release(left + number(block), ticket); }
 
   template <int COUNT> __device__ __forceinline__ void store(const float (&acc)[COUNT], int block) const {
     float4* part = at<COUNT>(block);

@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 expand(u32 twice) {
 // Registers of operand A of a step (0 .. 7), which a lane reads after those of the steps before.
 template <int STEP> __device__ __forceinline__ void read_step(u32 (&a)[4], Run& run) {
   u32 v[STEP_BITS];
-#pragma unroll
+#pragma unroll                                // zeros of 64 bits: one instruction for two registers
   for (int i = 0; i < STEP_BITS; i += 2) asm volatile("{.reg .b64 z; mov.b64 z, 0; mov.b64 {%0, %1}, z;}" : "=r"(v[i]), "=r"(v[i + 1]));
   const u32 bits = run.mask[STEP * STEP_BITS / 32] >> STEP * STEP_BITS % 32;
 #pragma unroll
@@ -61,6 +61,7 @@ template <int STEP> __device__ __forceinline__ void read_step(u32 (&a)[4], Run& 
     if (GROUP == 2) a[i] = INT8 ? expand(__byte_perm(v[i], 0, 0x1100)) : v[i];
     else a[i] = INT8 ? expand(__byte_perm(v[2 * i], v[2 * i + 1], 0x4400)) : __byte_perm(v[2 * i], v[2 * i + 1], 0x5410);
   }
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));    // here, not behind the wgmma_fence, where ptxas would wait for other products first
 }
 
 template <int FIRST, int COUNT> __device__ __forceinline__ void read_steps(u32 (&a)[COUNT][4], Run& run) {

@@ -43,11 +43,14 @@ def kernel(dtype: torch.dtype, value_dtype: torch.dtype, group: int) -> jit.Kern
 def _cuda(
     words: Tensor, offsets: Tensor, scale: Tensor | None, rows: int, cols: int, value_dtype: torch.dtype, group: int
 ) -> Tensor:
-    if jit.why_not(words.device) is not None:
+    wide_scale = scale is not None and scale.dtype not in tiled_bitmap.SCALE_DTYPES
+    if jit.why_not(words.device) is not None or wide_scale:
         return tiled_bitmap_decode_ref(words, offsets, scale, rows, cols, value_dtype, group)
     grid = tiled_bitmap.num_tiles(rows, cols)
     if offsets.shape != (grid + 1,) or offsets.dtype != torch.int32 or not offsets.is_contiguous():
         raise ValueError(f"{list(offsets.shape)} offsets of {offsets.dtype} for {grid} tiles")
+    if not words.is_contiguous() or words.data_ptr() % 16 or (scale is not None and scale.shape != (rows,)):
+        raise ValueError("words must begin at a multiple of 16 bytes, and a scale have a value for each row")
     dtype = value_dtype if scale is None else scale.dtype
     out = torch.empty(rows, cols, dtype=dtype, device=words.device)
     kernel(dtype, value_dtype, group)(

@@ -15,8 +15,8 @@
 //
 // Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running.
 //
-// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; BLOCKS of a multiprocessor; CONSUMER_REGISTERS and LOADER_REGISTERS, 0 for as many as all warps have;
-// those of tiled_bitmap.cuh. wgmma_a() of NT columns comes from kernels/ptx.py.
+// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; PART 1 | 2 | 4; BLOCKS of a multiprocessor; CONSUMER_REGISTERS and LOADER_REGISTERS, 0 for as many as all warps have;
+// those of tiled_bitmap.cuh. wgmma() of NT columns comes from kernels/ptx.py.
 
 #include "tiled_bitmap.cuh"
 #include "split_sum.cuh"
@@ -26,7 +26,6 @@
 #define CONSUMERS (8 * PAIRS)                 // warps
 #define WARPS (CONSUMERS + (LOADER_REGISTERS ? 4 : 1))    // setmaxnreg is for whole warpgroups
 #define X_BYTES (NT * 256)
-#define PART (NT <= 64 ? 4 : WIDTH == 4 ? 1 : 2)       // as registers allow
 enum { GROUP_BARRIER = 1 };                   // named barriers, one for each warpgroup
 
 struct Slots {  // of shared memory: x, tiles, mbarriers
@@ -62,33 +61,43 @@ struct Extent {  // of a tile among the words
   }
 };
 
-__device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, int begin, int end, const Size& w) {
+// Words of as many units as there are slots are asked for before earlier kernels have ended, x of them then, all others as slots become empty.
+__device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, int begin, int end, const Size& w,
+                                     bool again) {
   Position at;
-  bool waited = false;
   Extent now[PAIRS], later[PAIRS];
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p) now[p].look_up(offsets, w.tile(end - 1, p));
-  for (int unit = end; unit-- > begin;) {
+  const auto copy_words = [&](int unit) {
+    const u32 full = slots.full + 8 * at.slot;
     u32 bytes = X_BYTES;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
       later[p].look_up(offsets, w.tile(max(unit - 1, begin), p));
       bytes += now[p].count * 16;
     }
-    const u32 full = slots.full + 8 * at.slot, to = slots.x + at.slot * X_BYTES;
-    wait(slots.empty + 8 * at.slot, at.phase ^ 1);
     expect(full, bytes);
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
-      if (now[p].count) bulk_copy(slots.tiles + (at.slot * PAIRS + p) * slots.tile_bytes, words + now[p].first, now[p].count * 16, full);
+      if (now[p].count) bulk_copy(slots.tiles + (at.slot * PAIRS + p) * slots.tile_bytes, words + now[p].first, now[p].count * 16, full, again);
       now[p] = later[p];
     }
-    if (!waited) wait_for_grid();
-    waited = true;
+  };
+  const auto copy_x = [&](int unit, int slot) {
     const int column = unit % w.k_blocks * 128, row = unit / w.units * NT;
+    const u32 to = slots.x + slot * X_BYTES, full = slots.full + 8 * slot;
     tma_2d(to, x, column, row, full);
     tma_2d(to + X_BYTES / 2, x, column + 64, row, full);
-    at.next(slots.count);
+  };
+  int unit = end;
+  for (; unit > begin && end - unit < slots.count; at.next(slots.count)) copy_words(--unit);
+  wait_for_grid();
+  for (int slot = 0; slot < end - unit; ++slot) copy_x(end - 1 - slot, slot);
+  for (; unit > begin; at.next(slots.count)) {
+    --unit;
+    wait(slots.empty + 8 * at.slot, at.phase ^ 1);
+    copy_words(unit);
+    copy_x(unit, at.slot);
   }
 }
 
@@ -98,7 +107,7 @@ template <int FIRST> __device__ __forceinline__ void multiply(float (&acc)[NT / 
   read_steps<FIRST>(mine, run);
   wgmma_fence();
 #pragma unroll
-  for (int s = 0; s < PART; ++s) wgmma_a(acc, mine[s], x + (FIRST + s) / 4 * (X_BYTES / 2 / 16) + (FIRST + s) % 4 * 2);
+  for (int s = 0; s < PART; ++s) wgmma(acc, mine[s], x + (FIRST + s) / 4 * (X_BYTES / 2 / 16) + (FIRST + s) % 4 * 2);
   wgmma_commit();
   wgmma_wait<1>();
   if (FIRST == 0 && threadIdx.x % 32 == 0 && before) arrive(before);
@@ -178,6 +187,6 @@ tiled_bitmap_spmm(const uint4* words, const int* offsets, const int* all_cuts, c
     consume(slots, parts, number, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
   } else {
     give_registers<LOADER_REGISTERS>();
-    if (threadIdx.x == 32 * CONSUMERS && cuts[number + 1] > cuts[number]) load(words, offsets, &x, slots, cuts[number], cuts[number + 1], w);
+    if (threadIdx.x == 32 * CONSUMERS && cuts[number + 1] > cuts[number]) load(words, offsets, &x, slots, cuts[number], cuts[number + 1], w, walks > 1);
   }
 }

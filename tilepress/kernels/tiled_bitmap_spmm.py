@@ -64,9 +64,13 @@ class Configuration:
     @property
     def most_blocks(self) -> int:
         """Of a multiprocessor: as many as registers allow."""
-        plain = self.group == 1 and self.value_dtype != torch.int8
-        few = plain or (self.value_dtype == torch.int8 and self.dtype == torch.float16)  # registers
-        return {8: 4 if few else 3, 16: 4 if plain else 3, 32: 3 if few else 2, 64: 2, 128: 1}[self.columns]
+        return {8: 4, 16: 4, 32: 3, 64: 2, 128: 1}[self.columns]
+
+    @property
+    def part(self) -> int:
+        """Steps of a tile that are read while as many are multiplied: as registers allow."""
+        wide = self.group * self.value_dtype.itemsize == 4
+        return 1 if wide and (self.columns == 16 or self.pairs == 2) else 2
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -82,11 +86,12 @@ class Configuration:
         own = {
             "NT": self.columns,
             "PAIRS": self.pairs,
+            "PART": self.part,
             "BLOCKS": self.most_blocks,
             "CONSUMER_REGISTERS": self.registers[0],
             "LOADER_REGISTERS": self.registers[1],
         }
-        product = ptx.wgmma_a(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16")
+        product = ptx.wgmma(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16", from_registers=True)
         return jit.source("tiled_bitmap_spmm.cu", product, **own, **macros(self.dtype, self.value_dtype, self.group))
 
     def slot_bytes(self, tile_bytes: int) -> int:
@@ -120,10 +125,15 @@ def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
 _facts_of = PerWeight(_facts)
 
 
+def _room(blocks: int) -> int:
+    """Shared memory of each of so many blocks of a multiprocessor."""
+    return _SHARED_BYTES // blocks - (1024 if blocks > 1 else 0)
+
+
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """Blocks of a multiprocessor, and slots of each: as many blocks as have two slots and a few tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
-        room = _SHARED_BYTES // blocks - 1024 - 4 * (multiprocessors * blocks + 1)
+        room = _room(blocks) - 4 * (max(multiprocessors * blocks, MOST_ROWS // chosen.columns) + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
         if blocks == 1 or (slots >= 2 and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
@@ -139,8 +149,8 @@ def _planned(
     wide = columns == 128 and tiles * walks >= _WIDE_TILES * multiprocessors
     chosen = Configuration(columns, 2 if wide else 1, dtype, value_dtype, group)
     blocks, slots = blocks_for(chosen, tiles * walks, tile_bytes, multiprocessors)
-    grid = multiprocessors * blocks // walks * walks
-    kernel = _kernel(chosen, slots * chosen.slot_bytes(tile_bytes) + 4 * (grid + 1))
+    grid = max(1, multiprocessors * blocks // walks) * walks
+    kernel = _kernel(chosen, _room(blocks))
     return Plan(kernel, chosen, walks, grid, slots)
 
 
@@ -179,7 +189,8 @@ def _cuda(
 def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
     tiles = tiled_bitmap.num_tiles(packed.rows, packed.cols)
     check_arguments(x, packed.words, packed.offsets, bias, packed.rows, tiles, packed.scale)
-    if (packed.scale is None) == (packed.dtype == torch.int8) or packed.group not in tiled_bitmap.GROUPS:
+    known = packed.dtype in tiled_bitmap.VALUE_DTYPES and packed.group in tiled_bitmap.GROUPS
+    if not known or (packed.scale is None) == (packed.dtype == torch.int8):
         raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
 
 
@@ -189,7 +200,7 @@ def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype:
 
 
 def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
-    """x as `packed.aligned` makes it -> [n, rows], in one launch."""
+    """x as kernels/packed.py aligns it -> [n, rows], in one launch."""
     n, multiprocessors = len(x), jit.multiprocessors(x.device)
     y = torch.empty(n, packed.rows, dtype=x.dtype, device=x.device)
     facts = _facts_of(packed.words, packed.offsets, multiprocessors)

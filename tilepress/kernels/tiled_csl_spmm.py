@@ -207,7 +207,7 @@ def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: t
 
 
 def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
-    """x as `packed.aligned` makes it -> [n, rows], in one launch."""
+    """x as kernels/packed.py aligns it -> [n, rows], in one launch."""
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
