@@ -18,6 +18,7 @@ Any density and shape; every element whose bits are not all zero is kept, so -0.
 -127 .. 127 are stored as sign and magnitude, with a scale for each row.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -269,11 +270,8 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
     head = torch.cat([masks, starts.to(torch.int16).view(torch.uint8)], 1).view(torch.int32)
     words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
 
-    rank = bits.cumsum(2, dtype=torch.int16) - 1
-    first = (base[:, None] * 16 + header + starts) // width  # unit of each run's first group
-    at = bits.view(-1).nonzero().squeeze(1)
-    place = first.view(-1)[at // (RUN // group)] + rank.view(-1)[at].long() * (LINE // width)
-    words.view(_UNITS[width])[place] = units.view(-1)[at]
+    place = _places(bits, base[:, None] * 16 + header + starts, width)
+    words.view(_UNITS[width])[place.long()] = units[bits]
 
     nonzeros = (runs != 0).sum((1, 2))
     stats = PackStats(int(nonzeros.sum()), int(nonzeros.max()), int(lines.sum()) * LINE // runs.element_size())
@@ -284,30 +282,48 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
 class _Tiles:
     """Some tiles of a packed weight, looked at run by run."""
 
+    words: Tensor  # of these tiles alone
     bits: Tensor  # bool [T, 256, 64 / group]
     counts: Tensor  # of a run's groups: int64 [T, 256]
     starts: Tensor  # in bytes: int64 [T, 256]
     lines: Tensor  # of a tile's values: int64 [T]
     first: Tensor  # byte of each tile's values among the words: int64 [T]
 
-    def places(self, width: int) -> tuple[Tensor, Tensor]:
-        """(index among the groups, index among the words seen as groups) of every group that is stored."""
-        at = self.bits.view(-1).nonzero().squeeze(1)
-        rank = self.bits.cumsum(2, dtype=torch.int16).view(-1)[at].long() - 1
-        run = at // self.bits.shape[2]
-        begin = (self.first[:, None] + self.starts).view(-1) // width
-        return at, begin[run] + rank * (LINE // width)
+    def places(self, width: int) -> Tensor:
+        """Where each stored group is among the words seen as groups, in the order of the bits: int32."""
+        return _places(self.bits, self.first[:, None] + self.starts, width)
+
+    def groups(self, width: int) -> Tensor:
+        """[T, 256, 64 / group], zeros where nothing is stored."""
+        stored = self.words.view(_UNITS[width])
+        groups = torch.zeros(self.bits.shape, dtype=stored.dtype, device=stored.device)
+        return groups.masked_scatter_(self.bits, stored.index_select(0, self.places(width)))
+
+
+def _places(bits: Tensor, begins: Tensor, width: int) -> Tensor:
+    """`begins`: byte of each run's first group [T, 256]."""
+    step = LINE // width
+    rank = bits.cumsum(2, dtype=torch.int32)
+    return rank.mul_(step).add_((begins // width - step).int()[:, :, None])[bits]
+
+
+@functools.cache
+def _bits_of_bytes(device: torch.device) -> Tensor:
+    """Eight bytes of 0 or 1 for each byte: int64 [256]."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return bits.to(torch.uint8).view(torch.int64).squeeze(1)
 
 
 def _look(packed: TiledBitmap, first: int, last: int) -> _Tiles:
     header, device = header_bytes(packed.group), packed.words.device
-    base = packed.offsets[first:last].long()
-    head = packed.words[4 * base[:, None] + torch.arange(header // 4, device=device)].view(torch.uint8)
+    begin, end = int(packed.offsets[first]), int(packed.offsets[last])
+    words, base = packed.words[4 * begin : 4 * end], packed.offsets[first : last + 1].long() - begin
+    head = words[4 * base[:-1, None] + torch.arange(header // 4, device=device)].view(torch.uint8)
     masks, starts = head[:, :-_STARTS], head[:, -_STARTS:].contiguous().view(torch.int16).long() & 0xFFFF
-    bits = (masks[:, :, None] >> torch.arange(8, device=device)) & 1
-    bits = bits.bool().view(last - first, WARPS * LANES, RUN // packed.group)
-    lines = ((packed.offsets[first + 1 : last + 1].long() - base) * 16 - header) // LINE
-    return _Tiles(bits, bits.sum(2), starts, lines, base * 16 + header)
+    bits = _bits_of_bytes(device).index_select(0, masks.reshape(-1).int()).view(torch.bool)
+    bits = bits.view(last - first, WARPS * LANES, RUN // packed.group)
+    lines = ((base[1:] - base[:-1]) * 16 - header) // LINE
+    return _Tiles(words, bits, bits.sum(2), starts, lines, base[:-1] * 16 + header)
 
 
 def _stripes(packed: TiledBitmap) -> Iterator[tuple[int, int]]:
@@ -323,14 +339,9 @@ def unpack_values(packed: TiledBitmap) -> Tensor:
     """The stored values as a dense matrix [rows, cols] of their dtype, on the words' device."""
     out = torch.empty(packed.rows, packed.cols, dtype=packed.dtype, device=packed.words.device)
     per_block = -(-packed.cols // TILE_COLS)
-    stored = packed.words.view(_UNITS[packed.width])
-    element = _UNITS[packed.dtype.itemsize]
     for first, last in _stripes(packed):
-        found = _look(packed, first, last)
-        units = torch.zeros(found.bits.numel(), dtype=stored.dtype, device=stored.device)
-        at, place = found.places(packed.width)
-        units[at] = stored[place]
-        stripe = _from_runs(units.view(element), per_block)
+        groups = _look(packed, first, last).groups(packed.width)
+        stripe = _from_runs(groups.view(_UNITS[packed.dtype.itemsize]), per_block)
         if packed.dtype == torch.int8:
             magnitude = (stripe & 127).to(torch.int8)
             stripe = torch.where(stripe > 127, -magnitude, magnitude)
@@ -381,7 +392,6 @@ def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
     if problem:
         return [problem], PackStats()
     stats, problems, width, device = PackStats(), [], packed.width, packed.words.device
-    stored, element = packed.words.view(_UNITS[width]), _UNITS[packed.dtype.itemsize]
     per_block = -(-packed.cols // TILE_COLS)
     if packed.scale is not None and not bool((torch.isfinite(packed.scale) & (packed.scale > 0)).all()):
         problems.append("a scale is not a positive number")
@@ -391,28 +401,24 @@ def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
         if bool(_outside(found, width).any()):
             problems.append(f"{where}: {int(_outside(found, width).sum())} runs point outside their tile")
             continue
-        at, place = found.places(width)
-        units = torch.zeros(found.bits.numel(), dtype=stored.dtype, device=stored.device)
-        units[at] = stored[place]
+        stored, place, groups = found.words.view(_UNITS[width]), found.places(width), found.groups(width)
+        elements = groups.view(_UNITS[packed.dtype.itemsize])
         banks = torch.where(
             found.counts > 0, found.starts % LINE // 4, 32 + torch.arange(WARPS * LANES, device=device) % LANES
         )
         banks = banks.view(-1, LANES).sort(1).values
-        slots = torch.zeros(
-            int(packed.offsets[last] - packed.offsets[first]) * 16 // width, dtype=torch.bool, device=device
-        )
-        begin = int(packed.offsets[first]) * 16 // width
-        slots[place - begin] = True
-        heads = (packed.offsets[first:last].long() * 16 // width - begin)[:, None]
-        slots[heads + torch.arange(header_bytes(packed.group) // width, device=device)] = True
-        values = _from_runs(units.view(element), per_block)
+        header = header_bytes(packed.group)
+        taken = torch.zeros(stored.numel(), dtype=torch.bool, device=device)
+        taken[place.long()] = True
+        taken[(found.first[:, None] - header) // width + torch.arange(header // width, device=device)] = True
+        values = _from_runs(elements, per_block)
         top = first // per_block * TILE_ROWS
         inside = torch.zeros(values.shape, dtype=torch.bool, device=device)
         inside[: packed.rows - top, : packed.cols] = True
         for count, what in (
             (place.numel() - torch.unique(place).numel(), "values belong to two runs"),
-            (int((units[at] == 0).sum()), "stored groups are zero"),
-            (int((stored[begin : begin + slots.numel()][~slots] != 0).sum()), "places that no run has are not zero"),
+            (int((groups[found.bits] == 0).sum()), "stored groups are zero"),
+            (int((stored[~taken] != 0).sum()), "places that no run has are not zero"),
             (int((banks[:, 1:] == banks[:, :-1]).sum()), "runs share a bank with another of their warp"),
             (int(((found.counts == 0) & (found.starts != 0)).sum()), "empty runs begin somewhere"),
             (int((~_sound(values, packed.dtype)).sum()), "values are not finite, or a zero with a sign"),
@@ -420,7 +426,7 @@ def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
         ):
             if count:
                 problems.append(f"{where}: {count} {what}")
-        nonzeros = (units.view(element).view(last - first, -1) != 0).sum(1)
+        nonzeros = (elements.view(last - first, -1) != 0).sum(1)
         lines = int(found.lines.sum())
         stats.add(PackStats(int(nonzeros.sum()), int(nonzeros.max()), lines * LINE // packed.dtype.itemsize))
     return problems, stats
