@@ -7,6 +7,7 @@ for one stored tensor after the other and keeps between them only what is small.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, dtype_name, int8, tiled_bitmap, tiled_csl
 from tilepress.formats.artifact import PlannedTensor
+from tilepress.formats.sparse import Packed
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
 _ROWS = 1024  # of a weight looked at together
@@ -102,8 +104,10 @@ class TiledCSLLayout(Layout):
         return _TiledCSL(target, load)
 
 
-class _TiledCSL:
-    """The words come first; offsets and layout are known with them."""
+class _Sparse:
+    """The words come first; all that is stored beside them is known with them."""
+
+    module: ModuleType  # of the format
 
     def __init__(self, target: Target, load: Load):
         self.target, self.load, self.record = target, load, {}
@@ -114,22 +118,33 @@ class _TiledCSL:
             values = self.beside.pop(name)
             self.record["bytes"] += add(name, tuple(values.shape), [values])
             return
-        target, made = self.target, self.load()
-        sizes, stats = [], tiled_csl.PackStats()
+        made = self.load()
+        stripes, packed_with = self.start(made)
+        sizes, stats = [], self.module.PackStats()
 
-        def stripes() -> Iterator[Tensor]:
-            for words, counts, found in tiled_csl.pack_stripes(made.weight, target.name):
+        def words_of() -> Iterator[Tensor]:
+            for words, counts, found in stripes:
                 sizes.append(counts.cpu())
                 stats.add(found)
                 yield words
 
-        nbytes = add(name, (-1,), stripes())
-        offsets = tiled_csl.offsets_from_sizes(torch.cat(sizes))
+        nbytes = add(name, (-1,), words_of())
+        packed = packed_with(self.module.offsets_from_sizes(torch.cat(sizes)))
+        self.beside = {name + suffix: part for suffix, part in packed.beside().items()}
+        self.record = self.module.record(packed, stats) | {"bytes": nbytes} | made.record
+
+    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
+        """Stripes of words, and the packed weight without its words from the offsets that they add up to. May add to the record."""
+        raise NotImplementedError
+
+
+class _TiledCSL(_Sparse):
+    module = tiled_csl
+
+    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
+        target, stripes = self.target, tiled_csl.pack_stripes(made.weight, self.target.name)
         shape = target.rows, target.cols, made.weight.dtype, target.transposed
-        packed = tiled_csl.TiledCSL(offsets[:0], offsets, *shape)  # its words are on the disk
-        parts = offsets, packed.layout()
-        self.beside = {name + suffix: part for suffix, part in zip(tiled_csl.SUFFIXES[1:], parts, strict=True)}
-        self.record = tiled_csl.record(packed, stats) | {"bytes": nbytes} | made.record
+        return stripes, lambda offsets: tiled_csl.TiledCSL(offsets[:0], offsets, *shape)
 
 
 @dataclass(frozen=True)
@@ -165,40 +180,24 @@ class TiledBitmapLayout(Layout):
         return _TiledBitmap(target, dtype, load, self.scales)
 
 
-class _TiledBitmap:
-    """The words come first; all else is known with them."""
+class _TiledBitmap(_Sparse):
+    module = tiled_bitmap
 
     def __init__(self, target: Target, dtype: torch.dtype, load: Load, scales: str | None):
-        self.target, self.dtype, self.load, self.scales, self.record = target, dtype, load, scales, {}
-        self.beside: dict[str, Tensor] = {}
+        super().__init__(target, load)
+        self.dtype, self.scales = dtype, scales
 
-    def write(self, name: str, add: Add) -> None:
-        if name in self.beside:
-            values = self.beside.pop(name)
-            self.record["bytes"] += add(name, tuple(values.shape), [values])
-            return
-        target, made = self.target, self.load()
-        values, scale, error = made.weight, None, {}
+    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
+        target, values, scale = self.target, made.weight, None
         if self.scales:
             values, scale, error = self._codes(made.weight)
+            made.record = made.record | {"error": error}
         group = tiled_bitmap.best_group(int(torch.count_nonzero(values)) / values.numel(), values.dtype)
-        sizes, stats = [], tiled_bitmap.PackStats()
-
-        def stripes() -> Iterator[Tensor]:
-            for words, counts, found in tiled_bitmap.pack_stripes(values, group, target.name):
-                sizes.append(counts.cpu())
-                stats.add(found)
-                yield words
-
-        nbytes = add(name, (-1,), stripes())
-        offsets = tiled_bitmap.offsets_from_sizes(torch.cat(sizes))
         shape = target.rows, target.cols, values.dtype, group, scale, target.transposed
-        packed = tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape)  # its words are on the disk
-        parts = {"_offsets": offsets, "_bitmap": packed.layout()} | ({} if scale is None else {"_scale": scale})
-        self.beside = {name + suffix: part for suffix, part in parts.items()}
-        self.record = tiled_bitmap.record(packed, stats) | {"bytes": nbytes} | made.record | error
+        stripes = tiled_bitmap.pack_stripes(values, group, target.name)
+        return stripes, lambda offsets: tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape)
 
-    def _codes(self, weight: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def _codes(self, weight: Tensor) -> tuple[Tensor, Tensor, float]:
         """int8 codes [rows, cols], their scales [rows], and their error relative to the weight."""
         for _ in converted(weight, weight.dtype, self.target.name):
             pass  # looks at every value: scales of a weight that is not finite mean nothing
@@ -211,7 +210,7 @@ class _TiledBitmap:
             signal += float(rows.square().sum(dtype=torch.float64))
             noise += float((int8.dequantize(found, of_rows.float()) - rows).square().sum(dtype=torch.float64))
         scales = scale.reshape(-1).expand(len(weight)).contiguous().cpu()
-        return codes, scales, {"error": round((noise / signal) ** 0.5, 8) if signal else 0.0}
+        return codes, scales, round((noise / signal) ** 0.5, 8) if signal else 0.0
 
 
 class AutoLayout(Layout):

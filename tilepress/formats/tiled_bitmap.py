@@ -70,6 +70,11 @@ class TiledBitmap:
         """The fields that are not tensors, as stored."""
         return layout_tensor(self.rows, self.cols, self.dtype, self.group, self.transposed)
 
+    def beside(self) -> dict[str, Tensor]:
+        """The stored tensors beside the words, by suffix."""
+        found = {"_offsets": self.offsets, "_bitmap": self.layout()}
+        return found if self.scale is None else found | {"_scale": self.scale}
+
     def to(self, device: torch.device | str) -> "TiledBitmap":
         scale = None if self.scale is None else self.scale.to(device)
         return replace(self, words=self.words.to(device), offsets=self.offsets.to(device), scale=scale)

@@ -53,6 +53,10 @@ class TiledCSL:
         """The fields that are not tensors, as stored: int32 [5] (rows, cols, 128, index of the dtype, transposed)."""
         return layout_tensor(self.rows, self.cols, self.dtype, self.transposed)
 
+    def beside(self) -> dict[str, Tensor]:
+        """The stored tensors beside the words, by suffix."""
+        return {"_offsets": self.offsets, "_layout": self.layout()}
+
     def to(self, device: torch.device | str) -> "TiledCSL":
         return replace(self, words=self.words.to(device), offsets=self.offsets.to(device))
 

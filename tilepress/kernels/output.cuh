@@ -1,4 +1,4 @@
-// Rows of y [n, m] from accumulators.
+// Rows of y [n, m] from accumulators, and of W [rows, cols] decoded.
 
 // Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in `high`: exchanged with the lane
 // beside it, each has 4 rows, 8 bytes.
@@ -27,5 +27,19 @@ template <int COUNT, class F> __device__ __forceinline__ void write_m64(const fl
     const int col = i * 8 + threadIdx.x % 32 / 4;
     const u32 low = transpose(to_values(finish(a[0], false), finish(a[1], false))), high = transpose(to_values(finish(a[2], true), finish(a[3], true)));
     write_rows(y + (u64)col * m, row, m, low, high, col < n);
+  }
+}
+
+// 8 columns of a row of W.
+__device__ __forceinline__ void write_columns(u16* w, int row, int col, int rows, int cols, uint4 q) {
+  if (row >= rows || col >= cols) return;
+  u16* to = w + (u64)row * cols + col;
+  if (cols % 8 == 0) {
+    *(uint4*)to = q;
+  } else {
+    const u32 pairs[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      if (col + c < cols) to[c] = pairs[c / 2] >> 16 * (c % 2);
   }
 }

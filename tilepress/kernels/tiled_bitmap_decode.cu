@@ -4,6 +4,7 @@
 // Grid: tiles. 256 threads. Dynamic shared memory: a dense tile, and the largest of W's tiles. Macros: those of tiled_bitmap.cuh.
 
 #include "tiled_bitmap.cuh"
+#include "output.cuh"
 
 #define DENSE (128 * 256)
 
@@ -35,17 +36,7 @@ tiled_bitmap_decode(const uint4* words, const int* offsets, const u16* scale, u1
     }
   __syncthreads();
   for (int i = threadIdx.x; i < DENSE / 16; i += 256) {  // 8 columns of a row
-    const int r = i / 16, row = rb * 128 + r, col = kb * 128 + i % 16 * 8;
-    if (row >= rows || col >= cols) continue;
-    const uint4 q = lds128(dense + r * 256 + (i % 16 ^ r % 8) * 16);
-    u16* to = w + (u64)row * cols + col;
-    if (cols % 8 == 0) {
-      *(uint4*)to = q;
-    } else {
-      const u32 pairs[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-      for (int c = 0; c < 8; ++c)
-        if (col + c < cols) to[c] = pairs[c / 2] >> 16 * (c % 2);
-    }
+    const int r = i / 16;
+    write_columns(w, rb * 128 + r, kb * 128 + i % 16 * 8, rows, cols, lds128(dense + r * 256 + (i % 16 ^ r % 8) * 16));
   }
 }

@@ -3,6 +3,7 @@
 // Grid: row blocks x column blocks, columns first. 256 threads.
 
 #include "tiled_csl.cuh"
+#include "output.cuh"
 
 #define THREADS 256
 #define WINDOW (TILE_BYTES + 128)  // padding words fall behind the tile
@@ -20,17 +21,7 @@ tiled_csl_decode(const uint4* words, const int* offsets, u16* w, int rows, int c
   }
   __syncthreads();
   for (int i = threadIdx.x; i < TILE_BYTES / 16; i += THREADS) {  // 8 columns of a row
-    const int r = i / 8, row = rb * 128 + r, col = kb * 64 + i % 8 * 8;
-    if (row >= rows || col >= cols) continue;
-    const uint4 q = lds128(window + r * 128 + (i % 8 ^ r % 8) * 16);
-    u16* to = w + (u64)row * cols + col;
-    if (cols % 8 == 0) {
-      *(uint4*)to = q;
-    } else {
-      const u32 pairs[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-      for (int c = 0; c < 8; ++c)
-        if (col + c < cols) to[c] = pairs[c / 2] >> 16 * (c % 2);
-    }
+    const int r = i / 8;
+    write_columns(w, rb * 128 + r, kb * 64 + i % 8 * 8, rows, cols, lds128(window + r * 128 + (i % 8 ^ r % 8) * 16));
   }
 }

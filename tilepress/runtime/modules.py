@@ -23,9 +23,8 @@ class SparseLinear(nn.Module):
         self.value_dtype, self.transposed = packed.dtype, packed.transposed
         device = packed.words.device
         self.register_buffer("weight", packed.words)
-        self.register_buffer("weight_offsets", packed.offsets)
-        layout = module_of(packed).SUFFIXES[2]
-        self.register_buffer(f"weight{layout}", packed.layout().to(device))
+        for suffix, part in packed.beside().items():
+            self.register_buffer(f"weight{suffix}", part.to(device))
         self.bias = (
             nn.Parameter(torch.empty(packed.rows, dtype=bias_dtype, device=device), requires_grad=False)
             if bias
@@ -81,7 +80,8 @@ class TiledBitmapLinear(SparseLinear):
     def __init__(self, packed: TiledBitmap, bias: bool, bias_dtype: torch.dtype | None = None):
         super().__init__(packed, bias, bias_dtype)
         self.group = packed.group
-        self.register_buffer("weight_scale", packed.scale)
+        if packed.scale is None:
+            self.weight_scale = None
 
     @property
     def packed(self) -> TiledBitmap:
