@@ -306,7 +306,7 @@ def test_packing_is_deterministic(dtype, group):
 def test_a_group_is_chosen_by_density():
     assert pack(random_weight(128, 128, 0.5)).group == 1
     assert pack(random_weight(128, 128, 0.1)).group == 2
-    assert pack(random_weight(128, 128, 0.1, torch.int8), scale=torch.ones(128).half()).group == 1
+    assert pack(random_weight(128, 128, 0.5, torch.int8), scale=torch.ones(128).half()).group == 2
 
 
 # 50 % sparsity, of dense bfloat16.

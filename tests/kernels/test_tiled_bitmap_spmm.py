@@ -147,8 +147,8 @@ def test_decoding_is_exact(rows, cols, sparsity, kind, device):
 
 def test_few_multiprocessors_and_many_rows():
     for multiprocessors in (1, 7, 132):
-        for n in (1, 300, tiled_bitmap_spmm.MOST_ROWS):
-            plan = tiled_bitmap_spmm._planned(n, 64, 19840, multiprocessors, *2 * (torch.float16,), 1)
+        for group, n in itertools.product((1, 2), (1, 300, *tiled_bitmap_spmm.MOST_ROWS.values())):
+            plan = tiled_bitmap_spmm._planned(n, 64, 19840, multiprocessors, *2 * (torch.float16,), group)
             used = plan.slots * plan.chosen.slot_bytes(19840) + 4 * (plan.grid + 1)
             assert plan.grid % plan.walks == 0 < plan.grid and used <= plan.kernel.shared_bytes <= SHARED_BYTES
 

@@ -336,7 +336,7 @@ def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]
 
 
 DENSE_FROM = 0.85  # share of non-zeros from which a bitmap is neither smaller nor faster
-BITMAP_FROM = 0.22  # and from which it is faster than Tiled-CSL
+BITMAP_FROM = 0.12  # and from which it is faster than Tiled-CSL
 FORMATS = ("auto", "tiled-csl", "tiled-bitmap", "dense")  # what --format and --to take
 LAYOUTS = {layout.name: layout for layout in (DenseLayout(), TiledCSLLayout(), TiledBitmapLayout())}
 

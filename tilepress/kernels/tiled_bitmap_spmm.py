@@ -22,9 +22,13 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = 2048  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster
+MOST_ROWS = {
+    1: 1536,
+    2: 2048,
+}  # of x, that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for blocks of which each costs 1 KiB more
 _MOST_SLOTS, _MOST_BLOCKS = 12, 4
+_MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _TILE_COST = 768  # of a tile's products, in 16 bytes
@@ -63,14 +67,22 @@ class Configuration:
 
     @property
     def most_blocks(self) -> int:
-        """Of a multiprocessor: as many as registers allow."""
-        return {8: 4, 16: 4, 32: 3, 64: 2, 128: 1}[self.columns]
+        """Of a multiprocessor."""
+        if self.columns <= 16:
+            return 4 if self._single else 3
+        return {32: 3, 64: 2, 128: 1}[self.columns]
 
     @property
     def part(self) -> int:
         """Steps of a tile that are read while as many are multiplied: as registers allow."""
-        wide = self.group * self.value_dtype.itemsize == 4
-        return 1 if wide and (self.columns == 16 or self.pairs == 2) else 2
+        if self.columns <= 16:
+            return 2 if self._single else 4
+        return 1 if self.pairs == 2 and self.group * self.value_dtype.itemsize == 4 else 2
+
+    @property
+    def _single(self) -> bool:
+        """Whether a read brings one 16-bit value: most bytes for a register, so that more of them have to be on their way."""
+        return self.group == 1 and self.value_dtype != torch.int8
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -133,7 +145,7 @@ def _room(blocks: int) -> int:
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """Blocks of a multiprocessor, and slots of each: as many blocks as have two slots and a few tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
-        room = _room(blocks) - 4 * (max(multiprocessors * blocks, MOST_ROWS // chosen.columns) + 1)
+        room = _room(blocks) - 4 * (max(multiprocessors * blocks, _MOST_WALKS) + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
         if blocks == 1 or (slots >= 2 and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
@@ -179,7 +191,7 @@ def _cuda(
         bias = bias.to(x.dtype)
     if len(flat) == 0:
         y = x.new_empty(0, rows)
-    elif _uses_kernel(len(flat), x.device, x.dtype, packed.weight_dtype):
+    elif _uses_kernel(len(flat), x.device, x.dtype, packed.weight_dtype, group):
         y = _multiply(aligned(flat), packed, bias)
     else:
         y = _multiply_decoded(flat, packed, bias)
@@ -194,9 +206,9 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
         raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
 
 
-def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> bool:
     """Whether tiled_bitmap_spmm.cu takes n rows of x, or decoding and cuBLAS do."""
-    return jit.capability(device)[0] == 9 and dtype == weight_dtype and n <= MOST_ROWS
+    return jit.capability(device)[0] == 9 and dtype == weight_dtype and n <= MOST_ROWS[group]
 
 
 def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
@@ -236,10 +248,13 @@ def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
 def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
     def decode(tiles: slice, first: int, last: int) -> Tensor:
         scale = None if packed.scale is None else packed.scale[first:last]
-        rows = last - first
-        return tiled_bitmap_decode(
-            packed.words, packed.offsets[tiles], scale, rows, packed.cols, packed.dtype, packed.group
-        )
+        exact = (
+            scale is not None and scale.dtype != x.dtype
+        )  # codes, whose product with a scale would be rounded to the scale's dtype
+        of_codes = torch.ones_like(scale) if exact else scale
+        shape = last - first, packed.cols
+        dense = tiled_bitmap_decode(packed.words, packed.offsets[tiles], of_codes, *shape, packed.dtype, packed.group)
+        return dense.to(x.dtype) * scale.to(x.dtype)[:, None] if exact else dense
 
     return multiply_decoded(x, bias, packed.rows, (TILE_ROWS, TILE_COLS), decode)
 
@@ -253,12 +268,12 @@ def _(x, words, offsets, scale, bias, rows, value_dtype, group):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n: int = 1) -> str:
+def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n: int = 1, group: int = 1) -> str:
     """Which implementation serves n rows of x of a dtype on a device: what results report."""
     why = jit.why_not(device)
     if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
         return f"tiled_bitmap_spmm reference on {device.type}{why or ''}"
-    if _uses_kernel(n, device, dtype, weight_dtype):
+    if _uses_kernel(n, device, dtype, weight_dtype, group):
         return "tiled_bitmap_spmm kernel on cuda"
     return "tiled_bitmap_decode kernel and cuBLAS on cuda"
 

@@ -102,7 +102,7 @@ class TiledBitmapLinear(SparseLinear):
         )
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
-        return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n)
+        return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
 
 
 def sparse_linear(packed: Packed, bias: bool, bias_dtype: torch.dtype | None = None) -> SparseLinear:
