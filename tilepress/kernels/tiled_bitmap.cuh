@@ -4,7 +4,7 @@
 #define STEP_BITS (8 / GROUP)                 // of a step: a lane's part of an m16k16 tile, four registers
 #define HEADER (256 * RUN_BITS / 8 + 512)     // bytes of masks and starts
 #define LINE 128
-#define INT8_FACTOR (INT8 && !BF16 ? 16777216.f : 1.f)     // int8 values are multiplied as fp16 numbers 2^24 times smaller: denormals
+#define INT8_FACTOR (!INT8 ? 1.f : BF16 ? 64.f : 16777216.f)      // bf16: 2^133 / 2^127, fp16: 2^24
 
 struct Run {  // what a lane still has to read of a tile
   u32 mask[RUN_BITS / 32], at;
@@ -26,16 +26,14 @@ __device__ __forceinline__ void load_group(u32& v, u32 at) {
   if (WIDTH == 4) asm volatile("ld.shared.u32 %0, [%1];" : "+r"(v) : "r"(at));
 }
 
-// Two int8 values, sign and magnitude, each twice in a half of `twice`, to two 16-bit values (see INT8_FACTOR).
+// Two int8 values, sign and magnitude, each twice in a half of `twice`, to two 16-bit values, INT8_FACTOR times smaller: sign and lowest bits make a
+// denormal, which fp16 products take as it is, and which bf16's have to be made larger for, or sums in float would be denormal too.
 __device__ __forceinline__ u32 expand(u32 twice) {
+  u32 r = twice & 0x807f807f;
 #if BF16
-  const u32 number = twice & 0x807f807f | 0x43004300, offset = ~twice & 0x80008000 | 0x43004300;   // +-(128 + magnitude), -+128
-  u32 r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(number), "r"(0x3f803f80), "r"(offset));
-  return r;
-#else
-  return twice & 0x807f807f;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(r), "r"(0x7f007f00), "r"(0x80008000));      // 2^127 r - 0
 #endif
+  return r;
 }
 
 // Registers of operand A of a step (0 .. 7), which a lane reads after those of the steps before.
