@@ -92,7 +92,8 @@ def prune(
     *,
     how: Writing,
 ) -> None:
-    """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL.
+    """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL
+    (INT8 values always as a bitmap), below 15 % dense.
 
     Magnitude pruning alone keeps a model usable to about 50 %; beyond, measure before you deploy: `tilepress eval perplexity`.
     """
@@ -241,7 +242,8 @@ def convert(
     """Change how weights are stored.
 
     `--to dense` gives a checkpoint that loads anywhere: sparse weights bit for bit, INT8 ones as code times scale, rounded to the model's
-    dtype. The sparse layouts pack a model that another tool pruned, or one in another of them, without changing a value.
+    dtype. The sparse layouts pack a model that another tool pruned, or one in another of them, without changing a value; but a bitmap's INT8
+    values become code times scale in Tiled-CSL, and stay as they are with `--to auto`.
     """
     from tilepress.compress.convert import ConvertRecipe
 

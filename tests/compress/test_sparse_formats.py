@@ -129,7 +129,7 @@ def test_int8_values(checkpoint_of, tmp_path, cli, family):
     prune(source, tmp_path / "int8", 0.5, "auto", value_dtype="int8")
     prune(source, tmp_path / "masked", 0.5, "dense")
     assert layouts(tmp_path / "int8") == {"tiled-bitmap"} and not failed(tmp_path / "int8", source)
-    packed, masked = Checkpoint(tmp_path / "int8"), Checkpoint(tmp_path / "masked")
+    packed, masked, dense = (Checkpoint(folder) for folder in (tmp_path / "int8", tmp_path / "masked", source))
     records = {t["name"]: t for t in read_manifest(tmp_path / "int8")["tensors"]}
     for name, weight in packed.weights.items():
         if weight.layout != "tiled-bitmap":
@@ -137,7 +137,9 @@ def test_int8_values(checkpoint_of, tmp_path, cli, family):
         ours, exact = packed.dense(weight).float(), masked.dense(masked.weights[name]).float()
         error = float((ours - exact).norm() / exact.norm())
         assert 0 < error < 0.01 and not bool(ours[exact == 0].any())
-        assert records[name]["value_dtype"] == "int8" and records[name]["error"] >= 0.5 * error
+        original = dense.dense(dense.weights[name]).float()
+        of_both = float((ours - original).norm() / original.norm())
+        assert records[name]["value_dtype"] == "int8" and records[name]["error"] == pytest.approx(of_both, rel=1e-3)
         scale = packed.packed(weight).scale
         assert scale.shape == (records[name]["shape"][0],) and scale.dtype == torch.bfloat16
     dense, int8 = (logits(tilepress.load(tmp_path / n, dtype=torch.float32)) for n in ("masked", "int8"))

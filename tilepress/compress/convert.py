@@ -2,7 +2,7 @@
 
 To `dense`: sparse weights become ordinary tensors again, bit for bit; INT8 ones code times scale, rounded to the model's dtype. The folder
 loads anywhere. To `tiled-csl`, `tiled-bitmap` or `auto`: a checkpoint that some other tool pruned (zeros stored densely), or an artifact in another
-sparse layout, no value changed.
+sparse layout, no value changed; but a bitmap's INT8 values become code times scale in Tiled-CSL, and are left alone by `auto`.
 """
 
 from dataclasses import dataclass

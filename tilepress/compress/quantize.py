@@ -1,8 +1,9 @@
 """INT8 weights and activations: the recipe behind `tilepress compress quantize`.
 
 Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
-calibrated (calibrate.py). The artifact is compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us
-(transformers not with experts, nobody with Conv1D layers: see docs/format.md).
+calibrated (calibrate.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
+compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us (transformers not with experts, nobody with Conv1D layers: see
+docs/format.md).
 """
 
 import math

@@ -249,11 +249,11 @@ def _read_directly(model: torch.nn.Module) -> set[str]:
 
 
 def check_value_dtypes(dtypes: dict[str, torch.dtype]) -> None:
-    """Raises UsageError naming the weights whose dtype Tiled-CSL does not store."""
+    """Raises UsageError naming the weights whose dtype the sparse layouts do not store."""
     wide = [name for name, dtype in dtypes.items() if dtype not in VALUE_DTYPES]
     if wide:
         names = ", ".join(wide[:3]) + (" …" if len(wide) > 3 else "")
         raise UsageError(
-            f"{len(wide)} weights are {dtype_name(dtypes[wide[0]])}, Tiled-CSL stores bfloat16 and float16: {names}",
+            f"{len(wide)} weights are {dtype_name(dtypes[wide[0]])}, the sparse layouts store bfloat16 and float16: {names}",
             "convert on the way: `tilepress compress prune … --dtype bfloat16` (or float16), or write --format dense",
         )

@@ -149,7 +149,7 @@ def largest_tile(group: int, dtype: torch.dtype) -> int:
 
 
 def best_group(density: float, dtype: torch.dtype) -> int:
-    """The faster one, measured in docs/kernels/tiled_bitmap_spmm.md: pairs take half of the reads, and more bytes for 16-bit values."""
+    """The faster one, measured in docs/kernels/tiled_bitmap_spmm.md: pairs take half of the reads and more bytes."""
     return 2 if dtype == torch.int8 or density < 0.22 else 1
 
 

@@ -4,7 +4,7 @@
 #define STEP_BITS (8 / GROUP)                 // of a step: a lane's part of an m16k16 tile, four registers
 #define HEADER (256 * RUN_BITS / 8 + 512)     // bytes of masks and starts
 #define LINE 128
-#define INT8_FACTOR (!INT8 ? 1.f : BF16 ? 64.f : 16777216.f)      // bf16: 2^133 / 2^127, fp16: 2^24
+#define INT8_FACTOR (BF16 ? 64.f : 16777216.f)      // bf16: 2^133 / 2^127, fp16: 2^24
 
 struct Run {  // what a lane still has to read of a tile
   u32 mask[RUN_BITS / 32], at;

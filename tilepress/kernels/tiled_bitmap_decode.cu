@@ -1,7 +1,7 @@
 // W [rows, cols] from a tiled bitmap (formats/tiled_bitmap.py), sm_80 and later: a block reads a tile into shared memory, its warps read their runs as
 // tiled_bitmap_spmm.cu does, and the tile is written out by rows.
 //
-// Grid: tiles. 256 threads. Dynamic shared memory: a dense tile, and the largest of W's tiles. Macros: those of tiled_bitmap.cuh.
+// Grid: tiles. 256 threads. Dynamic shared memory: a dense tile, and the largest tile that the format has. Macros: those of tiled_bitmap.cuh.
 
 #include "tiled_bitmap.cuh"
 #include "output.cuh"

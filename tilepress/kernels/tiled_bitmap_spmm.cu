@@ -7,7 +7,7 @@
 //   consumers  for each tile two warpgroups, 64 rows each: values in the slot --LDS--> operand A in registers, x in the slot as operand B --wgmma-->
 //              accumulators --> y
 //
-// While wgmma multiplies PART steps of a tile, a warpgroup reads the values of the next ones. Several blocks share a multiprocessor.
+// While wgmma multiplies PART steps of a tile, a warpgroup reads the values of the next ones. Up to 64 columns, several blocks share a multiprocessor.
 //
 // W is walked through once for every NT columns of y. Of a walk's units a block takes cuts[b] .. cuts[b + 1], equal shares of work, or, without cuts,
 // of units; sums that blocks share are those of split_sum.cuh. With several walks, neighbouring blocks take the same units in different ones at about

@@ -1,7 +1,8 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x; for more, and on other cards from sm_80 on, W is decoded to dense
-(tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any device.
+On sm_90 one launch of tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x; for more, for x of another dtype than W's, and on other cards from sm_80 on,
+W is decoded to dense (tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any
+device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -60,7 +61,7 @@ class Configuration:
     """Macros of the kernel, and what they need."""
 
     columns: int  # of y: one of COLUMNS
-    pairs: int  # row blocks that a block multiplies at once: 2 for 128 columns, where 8 warps would read too slowly
+    pairs: int  # row blocks that a block multiplies at once: 2 for 128 columns of large weights, where 8 warps would read too slowly
     dtype: torch.dtype  # of x
     value_dtype: torch.dtype
     group: int
@@ -81,7 +82,7 @@ class Configuration:
 
     @property
     def _single(self) -> bool:
-        """Whether a read brings one 16-bit value: most bytes for a register, so that more of them have to be on their way."""
+        """Whether a read brings one 16-bit value: then more of W's bytes have to be on their way at once."""
         return self.group == 1 and self.value_dtype != torch.int8
 
     @property
