@@ -157,7 +157,7 @@ def quantize(
     tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
     none            not quantized        no    best      no    W8A16, small batch
 
-    On a pruned artifact, none keeps the zeros unstored: bitmaps of INT8 values.
+    Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
     In this version a reference serves as every other kernel, no faster than dense.
     Perplexity moved by +0.02 to +0.9 % on two small models, tensor-dynamic by up to +2.7 %; static ranges without smoothing fail where
     channels are outliers: add --smooth auto. Measured figures: docs/int8.md.

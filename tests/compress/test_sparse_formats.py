@@ -1,6 +1,7 @@
 """The sparse layouts through every command: pruned, quantized, converted, verified, inspected, loaded."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tilepress
 from tilepress.compress.layouts import BITMAP_FROM, DENSE_FROM
 from tilepress.eval.verify import verify
-from tilepress.formats import tiled_bitmap
+from tilepress.formats import TilepressError, tiled_bitmap
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
 from tilepress.runtime.loader import paths
 from tilepress.runtime.modules import TiledBitmapLinear
@@ -121,6 +122,70 @@ def test_auto_looks_at_each_weight(checkpoint_of, tmp_path, cli):
     assert len(found) >= 2 and "dense" in found and len(Checkpoint(uneven).shards) > 1
     assert not failed(tmp_path / "auto", uneven)
     assert torch.isfinite(logits(tilepress.load(tmp_path / "auto"))).all()
+
+
+def test_values_that_round_to_zero_are_counted_as_zeros(tiny, tmp_path):
+    """A row with an outlier has a scale that others vanish under."""
+    source = tmp_path / "outlier"
+    shutil.copytree(tiny, source)
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith("down_proj.weight"):
+                tensor[3, 5] = 30
+        save_file(tensors, file, {"format": "pt"})
+    manifest = prune(source, tmp_path / "out", 0.5, "auto", value_dtype="int8")
+    assert not failed(tmp_path / "out", source)
+    assert any(2 * t["zeros"] > t["shape"][0] * t["shape"][1] for t in manifest["tensors"] if "zeros" in t)
+
+
+def test_int8_bitmaps_are_quantized_already(tiny, tmp_path, cli):
+    prune(tiny, tmp_path / "int8", 0.5, "auto", value_dtype="int8")
+    for words in (["prune", "--sparsity", "0.6"], ["quantize"], ["quantize", "--activations", "none"]):
+        ran = cli("compress", words[0], tmp_path / "int8", "-o", tmp_path / "out", *words[1:])
+        assert ran.code == 2 and "is quantized already (int8)" in ran.err
+
+
+def test_float32_scales_of_bitmaps_are_refused(tiny, tmp_path, cli):
+    prune(tiny, tmp_path / "pruned", 0.5, "auto")
+    ran = cli(
+        "compress",
+        "quantize",
+        tmp_path / "pruned",
+        "-o",
+        tmp_path / "out",
+        "--activations",
+        "none",
+        "--dtype",
+        "float32",
+    )
+    assert ran.code == 2 and "the sparse layouts store bfloat16 and float16" in ran.err
+
+
+def test_inspect_tells_int8_values_without_a_manifest(tiny, tmp_path, cli):
+    prune(tiny, tmp_path / "int8", 0.5, "auto", value_dtype="int8")
+    tilepress.load(tmp_path / "int8").save_pretrained(tmp_path / "again")
+    assert "int8 x bfloat16" in cli("inspect", tmp_path / "again").out
+
+
+@pytest.mark.parametrize(
+    "part,value,message",
+    [
+        ("_scale", -1.0, "a scale is not a positive number"),
+        ("_scale", float("nan"), "a scale is not a positive number"),
+        ("_bitmap", 1, "as a Conv1D's"),
+    ],
+)
+def test_bad_scales_and_turned_weights_do_not_load(tiny, tmp_path, part, value, message):
+    prune(tiny, tmp_path / "int8", 0.5, "auto", value_dtype="int8")
+    tilepress.load(tmp_path / "int8").save_pretrained(tmp_path / "bad")
+    file = next((tmp_path / "bad").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if name.endswith(f"gate_proj.weight{part}"))
+    tensors[name][-1] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TilepressError, match=message):
+        tilepress.load(tmp_path / "bad")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

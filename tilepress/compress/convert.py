@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
 from tilepress.compress.plan import Recipe
-from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
 from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
 
@@ -37,7 +37,7 @@ class ConvertRecipe(Recipe):
             if set(self.ignore) - {"lm_head"}:
                 raise UsageError("--ignore goes with sparse layouts: --to dense unpacks every weight", "leave it out")
             return packed_targets(checkpoint)
-        targets, left = super().find_targets(checkpoint, trust_remote_code)
+        targets, left = find_targets(checkpoint, self.ignore, trust_remote_code, int8_bitmaps=True)
         if self.to != "tiled-csl":
             kept = [target for target in targets if target.weight.layout == "tiled-bitmap" and target.weight.is_int8]
             left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]

@@ -194,7 +194,10 @@ class _TiledBitmap(_Sparse):
             values, scale, error = self._codes(made.weight)
             pruned = made.record.get("error", 0.0)  # zeros and codes err in different places: squares add up
             made.record = made.record | {"error": round(math.hypot(pruned, error * math.sqrt(1 - pruned**2)), 8)}
-        group = tiled_bitmap.best_group(int(torch.count_nonzero(values)) / values.numel(), values.dtype)
+        nonzeros = int(torch.count_nonzero(values))
+        if "zeros" in made.record:  # some that are left became the code 0
+            made.record = made.record | {"zeros": values.numel() - nonzeros}
+        group = tiled_bitmap.best_group(nonzeros / values.numel(), values.dtype)
         shape = target.rows, target.cols, values.dtype, group, scale, target.transposed
         stripes = tiled_bitmap.pack_stripes(values, group, target.name)
         return stripes, lambda offsets: tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape)

@@ -18,7 +18,7 @@ from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import Compressed, Int8Layout, Layout, TiledBitmapLayout
 from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
-from tilepress.compress.targets import LeftAlone, Target, check_patterns
+from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.experts import EXPERT_WEIGHT
 from tilepress.formats import UsageError, dtype_name, sparse
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
@@ -106,6 +106,8 @@ class QuantizeRecipe(Recipe):
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         self._check_dtype(checkpoint, targets)
+        sparse_ones = [target for target in targets if isinstance(self.layout(target), TiledBitmapLayout)]
+        check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
         if self.text is not None:
             check_window(self.text.seqlen, checkpoint.text_config)
         packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]

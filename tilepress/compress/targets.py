@@ -100,9 +100,13 @@ def matching(path: str, patterns: tuple[str, ...]) -> list[str]:
 
 
 def find_targets(
-    checkpoint: Checkpoint, patterns: tuple[str, ...] = (), trust_remote_code: bool = False, quantized: bool = False
+    checkpoint: Checkpoint,
+    patterns: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    quantized: bool = False,
+    int8_bitmaps: bool = False,
 ) -> tuple[list[Target], list[LeftAlone]]:
-    """Splits a checkpoint's weights into targets and those left alone, both in name order; `quantized` ones only if they may be.
+    """Splits a checkpoint's weights into targets and those left alone, both in name order; `quantized` ones, or bitmaps of INT8 values, only if they may be.
 
     Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
     linear layer, or a checkpoint without linear weights.
@@ -110,7 +114,12 @@ def find_targets(
     method = checkpoint.config.get("quantization_config", {}).get("quant_method")
     if method not in (None, "tilepress") and not quantized:
         raise _quantized(checkpoint, method)
-    if any(weight.layout == "int8" for weight in checkpoint.weights.values()) and not quantized:
+    int8 = [
+        weight
+        for weight in checkpoint.weights.values()
+        if weight.layout == "int8" or (weight.is_int8 and not int8_bitmaps)
+    ]
+    if int8 and not quantized:
         raise _quantized(checkpoint, "int8")
     model = build_meta_model(checkpoint, trust_remote_code)
     modules = dict(model.named_modules())

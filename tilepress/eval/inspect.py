@@ -71,7 +71,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
                 None if nonzeros is None or not prod(shape) else 1 - nonzeros / prod(shape),
                 record["densest_tile"] / tile if tile and "densest_tile" in record else None,
                 32 * record["wavefronts"] / nonzeros if nonzeros and "wavefronts" in record else None,
-                record.get("value_dtype"),
+                "int8" if tile and weight.is_int8 else record.get("value_dtype"),
                 nonzeros / record["slots"] if nonzeros and record.get("slots") else None,
                 record.get("error"),
             )

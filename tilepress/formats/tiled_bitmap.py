@@ -382,13 +382,18 @@ def _outside(found: _Tiles, width: int) -> Tensor:
 
 
 def check_bounds(packed: TiledBitmap) -> str | None:
-    """What would make decoding wrong or unsafe, or None: offsets in order, and every run in its tile. `check` looks closer."""
-    problem = check_offsets(packed)
+    """What would make decoding wrong or unsafe, or None: offsets in order, every run in its tile, scales that are some. `check` looks closer."""
+    problem = check_offsets(packed) or _check_scale(packed)
     for first, last in _stripes(packed) if problem is None else ():
         wrong = _outside(_look(packed, first, last), packed.width).any(1)
         if bool(wrong.any()):
             return f"a run of tile {first + int(wrong.nonzero()[0])} points outside the tile"
     return problem
+
+
+def _check_scale(packed: TiledBitmap) -> str | None:
+    sound = packed.scale is None or bool((torch.isfinite(packed.scale) & (packed.scale > 0)).all())
+    return None if sound else "a scale is not a positive number"
 
 
 def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
@@ -398,8 +403,8 @@ def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
         return [problem], PackStats()
     stats, problems, width, device = PackStats(), [], packed.width, packed.words.device
     per_block = -(-packed.cols // TILE_COLS)
-    if packed.scale is not None and not bool((torch.isfinite(packed.scale) & (packed.scale > 0)).all()):
-        problems.append("a scale is not a positive number")
+    if problem := _check_scale(packed):
+        problems.append(problem)
     for first, last in _stripes(packed):
         where = f"tiles {first} to {last - 1}"
         found = _look(packed, first, last)

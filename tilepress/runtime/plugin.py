@@ -200,6 +200,11 @@ def _packed_module(
     if original is not None and (shape is None or shape[:2] != (form.rows, form.cols)):
         found = type(original).__name__ if shape is None else shape[:2]
         raise TilepressError(f"{weight.name} is packed as {form.rows} x {form.cols}, the model has {found}", _VERIFY)
+    if shape is not None and shape[2] != form.transposed:
+        raise TilepressError(
+            f"{weight.name} is packed {'' if form.transposed else 'not '}as a Conv1D's, the model has {type(original).__name__}",
+            _VERIFY,
+        )
     if weight.layout == "int8":
         made = Int8Linear(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed)
         for entry in weight.entries[2:]:
