@@ -233,6 +233,8 @@ class AutoLayout(Layout):
         return self._of(density).expected_bytes(target, dtype, density)
 
     def settled(self, target: Target, dtype: torch.dtype, load: Load) -> Layout:
+        if self.scales:  # whatever the values are
+            return self._of(1.0)
         weight = load().weight
         nonzeros = sum(int(torch.count_nonzero(piece)) for piece in weight.split(_ROWS))
         return self._of(nonzeros / target.elements)

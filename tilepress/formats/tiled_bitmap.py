@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats.stripes import stripes
 
 SUFFIXES = ("", "_offsets", "_bitmap")  # of the tensors that store weight NAME
 OPTIONAL_SUFFIXES = ("_scale",)
@@ -164,9 +165,9 @@ def pack(values: Tensor, group: int | None = None, scale: Tensor | None = None, 
         raise TilepressError(
             f"{name}: {dtype_name(values.dtype)} values with a scale of {None if scale is None else list(scale.shape)}"
         )
-    stripes = list(pack_stripes(values, group, name))
-    offsets = offsets_from_sizes(torch.cat([sizes for _, sizes, _ in stripes]))
-    words = torch.cat([words for words, _, _ in stripes])
+    packed = list(pack_stripes(values, group, name))
+    offsets = offsets_from_sizes(torch.cat([sizes for _, sizes, _ in packed]))
+    words = torch.cat([words for words, _, _ in packed])
     return TiledBitmap(words, offsets, *values.shape, values.dtype, group, scale)
 
 
@@ -187,31 +188,10 @@ def pack_stripes(values: Tensor, group: int, name: str = "weight") -> Iterator[t
         )
     if group not in GROUPS:
         raise TilepressError(f"{name}: groups of {group} are not stored", f"choose one of {GROUPS}")
-    rows, cols = values.shape
-    wide = -(-cols // TILE_COLS) * TILE_COLS
-    step = max(1, _CHUNK_ELEMENTS * (16 if values.is_cuda else 1) // (TILE_ROWS * wide)) * TILE_ROWS
-    for first in range(0, rows, step):
-        stripe = values[first : first + step]
-        if not _storable(stripe):
-            bad = stripe == -128 if values.dtype == torch.int8 else ~torch.isfinite(stripe)
-            at = bad.nonzero()[0].tolist()
-            raise TilepressError(
-                f"{name} has {'the code -128' if values.dtype == torch.int8 else 'a non-finite value'} at [{first + at[0]}, {at[1]}]",
-                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
-            )
-        tall = -(-stripe.shape[0] // TILE_ROWS) * TILE_ROWS
-        if stripe.shape != (tall, wide):
-            stripe = torch.nn.functional.pad(stripe, (0, wide - cols, 0, tall - stripe.shape[0]))
+    for stripe in stripes(values, TILE_ROWS, TILE_COLS, _CHUNK_ELEMENTS, name):
         if values.dtype == torch.int8:
             stripe = (stripe.abs() | (stripe & -128)).view(torch.uint8)
         yield _pack_tiles(_to_runs(stripe), group)
-
-
-def _storable(stripe: Tensor) -> bool:
-    if stripe.dtype == torch.int8:
-        return int(stripe.amin()) > -128
-    infinity = 0x7F80 if stripe.dtype == torch.bfloat16 else 0x7C00  # from these bits on nothing is finite
-    return int((stripe.contiguous().view(torch.int16) & 0x7FFF).amax()) < infinity
 
 
 def _to_runs(stripe: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
+from tilepress.formats.stripes import infinity, stripes
 
 SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
 OPTIONAL_SUFFIXES = ()
@@ -130,10 +131,10 @@ def pack(weight: Tensor, name: str = "weight") -> TiledCSL:
 
     Raises TilepressError naming `name` for another dtype or a non-finite value.
     """
-    stripes = list(pack_stripes(weight, name))
-    sizes = torch.cat([sizes for _, sizes, _ in stripes])
+    packed = list(pack_stripes(weight, name))
+    sizes = torch.cat([sizes for _, sizes, _ in packed])
     return TiledCSL(
-        torch.cat([words for words, _, _ in stripes]), offsets_from_sizes(sizes), *weight.shape, weight.dtype
+        torch.cat([words for words, _, _ in packed]), offsets_from_sizes(sizes), *weight.shape, weight.dtype
     )
 
 
@@ -152,27 +153,8 @@ def pack_stripes(weight: Tensor, name: str = "weight") -> Iterator[tuple[Tensor,
             f"{name}: Tiled-CSL stores 2-D bfloat16 or float16 weights, not {weight.dtype} {list(weight.shape)}",
             "convert it first: --dtype bfloat16, or leave it dense: --ignore " + name,
         )
-    rows, cols = weight.shape
-    wide = -(-cols // TILE_COLS) * TILE_COLS
-    step = max(1, _CHUNK_ELEMENTS * (16 if weight.is_cuda else 1) // (TILE_ROWS * wide)) * TILE_ROWS
-    for first in range(0, rows, step):
-        stripe = weight[first : first + step]
-        stripe = stripe.contiguous()
-        if int((stripe.view(torch.int16) & 0x7FFF).amax()) >= _infinity(weight.dtype):
-            bad = (~torch.isfinite(stripe)).nonzero()[0].tolist()
-            raise TilepressError(
-                f"{name} has a non-finite value at [{first + bad[0]}, {bad[1]}]",
-                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
-            )
-        tall = -(-stripe.shape[0] // TILE_ROWS) * TILE_ROWS
-        if stripe.shape != (tall, wide):
-            stripe = torch.nn.functional.pad(stripe, (0, wide - cols, 0, tall - stripe.shape[0]))
+    for stripe in stripes(weight, TILE_ROWS, TILE_COLS, _CHUNK_ELEMENTS, name):
         yield _pack_tiles(_to_windows(stripe))
-
-
-def _infinity(dtype: torch.dtype) -> int:
-    """The bits of +inf: from there on nothing is finite."""
-    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
 
 
 def _chunk_of_row(device: torch.device) -> Tensor:
@@ -350,7 +332,7 @@ def check(packed: TiledCSL) -> tuple[list[str], PackStats]:
         number = first + tile
         row = number // kb * TILE_ROWS + row
         col = number % kb * TILE_COLS + chunk_col * 8 + (offset >> 1 & 7)
-        exponent = _infinity(packed.dtype)
+        exponent = infinity(packed.dtype)
         for what, bad in (
             ("is neither an item nor padding", ~item & ~padding),
             ("has an odd offset", item & (offset % 2 == 1)),

@@ -1,0 +1,41 @@
+"""A weight as layouts of tiles pack it: some whole row blocks at a time, padded with zeros to whole tiles."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilepress.formats import TilepressError
+
+
+def infinity(dtype: torch.dtype) -> int:
+    """The bits of a 16-bit dtype's +inf: from there on nothing is finite."""
+    return 0x7F80 if dtype == torch.bfloat16 else 0x7C00
+
+
+def stripes(weight: Tensor, tile_rows: int, tile_cols: int, elements: int, name: str) -> Iterator[Tensor]:
+    """weight [rows, cols] of bfloat16, float16 or int8 -> [a tile_rows, b tile_cols] each, of about so many elements, 16 times as many on a card.
+
+    Raises TilepressError naming `name` for a value that is not finite, or the code -128.
+    """
+    rows, cols = weight.shape
+    wide = -(-cols // tile_cols) * tile_cols
+    step = max(1, elements * (16 if weight.is_cuda else 1) // (tile_rows * wide)) * tile_rows
+    for first in range(0, rows, step):
+        stripe = weight[first : first + step].contiguous()
+        if not _storable(stripe):
+            is_code = stripe.dtype == torch.int8
+            row, col = (stripe == -128 if is_code else ~torch.isfinite(stripe)).nonzero()[0].tolist()
+            raise TilepressError(
+                f"{name} has {'the code -128' if is_code else 'a non-finite value'} at [{first + row}, {col}]",
+                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
+            )
+        tall = -(-stripe.shape[0] // tile_rows) * tile_rows
+        yield stripe if stripe.shape == (tall, wide) else pad(stripe, (0, wide - cols, 0, tall - stripe.shape[0]))
+
+
+def _storable(stripe: Tensor) -> bool:
+    if stripe.dtype == torch.int8:
+        return int(stripe.amin()) > -128
+    return int((stripe.view(torch.int16) & 0x7FFF).amax()) < infinity(stripe.dtype)
