@@ -265,7 +265,7 @@ class TensorMap:
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Of a 16-bit matrix [rows, columns], contiguous rows, 16-byte aligned: boxes with 128-byte swizzle, zeros beyond the edges. Kept for
+    """Of an int8 or 16-bit matrix [rows, columns], contiguous rows, 16-byte aligned: boxes with 128-byte swizzle, zeros beyond the edges. Kept for
     matrices at the same address."""
     rows, columns = matrix.shape
     address, device = matrix.data_ptr(), matrix.device.index
@@ -281,7 +281,11 @@ def _tensor_map(
     with torch.cuda.device(device):
         _bind_context(device)
     kinds = driver.CUtensorMapDataType
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    kind = {
+        torch.int8: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[dtype]
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t
     return TensorMap(
         _checked(
@@ -290,7 +294,7 @@ def _tensor_map(
                 2,
                 address,
                 [wide(columns), wide(rows)],
-                [wide(2 * stride)],
+                [wide(dtype.itemsize * stride)],
                 [narrow(box_columns), narrow(box_rows)],
                 [narrow(1), narrow(1)],
                 driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

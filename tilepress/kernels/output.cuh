@@ -19,13 +19,14 @@ __device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 
 __device__ __forceinline__ float bias_of(const u16* bias, int row, int m) { return bias && row < m ? to_float(bias[row]) : 0.f; }
 
 // 16 rows of y from `row` on, and all columns, from a warp's part of an m64 accumulator: registers 4 i + {0, 1} are row lane / 4, columns
-// 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below. `finish(sum, below)` is the value of one.
-template <int COUNT, class F> __device__ __forceinline__ void write_m64(const float (&acc)[COUNT], int row, u16* y, int n, int m, F finish) {
+// 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below. `finish(sum, below, column)` is the value of one.
+template <int COUNT, class T, class F> __device__ __forceinline__ void write_m64(const T (&acc)[COUNT], int row, u16* y, int n, int m, F finish) {
 #pragma unroll
   for (int i = 0; i < COUNT / 4; ++i) {
-    const float* a = acc + 4 * i;
-    const int col = i * 8 + threadIdx.x % 32 / 4;
-    const u32 low = transpose(to_values(finish(a[0], false), finish(a[1], false))), high = transpose(to_values(finish(a[2], true), finish(a[3], true)));
+    const T* a = acc + 4 * i;
+    const int col = i * 8 + threadIdx.x % 32 / 4, mine = i * 8 + threadIdx.x % 4 * 2;
+    const u32 low = transpose(to_values(finish(a[0], false, mine), finish(a[1], false, mine + 1)));
+    const u32 high = transpose(to_values(finish(a[2], true, mine), finish(a[3], true, mine + 1)));
     write_rows(y + (u64)col * m, row, m, low, high, col < n);
   }
 }

@@ -1,6 +1,6 @@
 // What the kernels need of PTX: shared memory by address, mbarriers, TMA, wgmma, programmatic launches. No header of CUDA's is needed.
 // What sm_80 lacks is there only from sm_90 on.
-typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long long u64;
+typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long long u64; typedef signed char i8;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void sts_zero(u32 a) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(a), "r"(0) : "memory"); }
@@ -12,6 +12,7 @@ __device__ __forceinline__ uint4 lds128(u32 a) {
 __device__ __forceinline__ uint2 lds64(u32 a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory"); return v; }
 __device__ __forceinline__ u32 lds32(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
 __device__ __forceinline__ u32 lds16(u32 a) { u32 v; asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
+__device__ __forceinline__ void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void sts16_if(u32 a, u32 v, bool ok) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(a), "h"((u16)v), "r"((u32)ok) : "memory");
 }
@@ -38,6 +39,12 @@ __device__ __forceinline__ bool elect() {
   return is;
 }
 
+// Two 8 x 8 matrices of 16-bit values, transposed: lane l's registers have row l / 4, columns 2 (l % 4) + {0, 1}; lanes 0 .. 7 say where the first one's
+// columns go, lanes 8 .. 15 the second one's.
+__device__ __forceinline__ void store_transposed(u32 a, u32 first, u32 second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared::cta.b16 [%0], {%1, %2};" ::"r"(a), "r"(first), "r"(second) : "memory");
+}
+
 // mbarriers
 __device__ __forceinline__ void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
 __device__ __forceinline__ void fence_bar_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -61,6 +68,15 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(again ? 0x1000000000000000ull : 0x12F0000000000000ull) : "memory");
 }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // stores before it are seen by wgmma and copies
+
+// Clusters of blocks
+__device__ __forceinline__ u32 rank_in_cluster() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+__device__ __forceinline__ u32 address_in(u32 a, u32 rank) { u32 r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank)); return r; }
+__device__ __forceinline__ void store_in_cluster(u32 a, int x, int y, int z, int w) {  // an address of address_in
+  asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // wgmma
 __device__ __forceinline__ u64 descriptor(u32 a) {  // K-major rows of 128 bytes, 128-byte swizzle, 8 rows every 1024 bytes

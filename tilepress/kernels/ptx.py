@@ -20,3 +20,15 @@ def wgmma(n: int, dtype: str, from_registers: bool = False) -> str:
         f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{registers}}}, {place}, {b}, 1, 1, 1, {transposes};"\n'
         f'               : {operands} : {inputs}, "l"(b));\n}}\n'
     )
+
+
+def wgmma_int8(n: int) -> str:
+    """`wgmma(int (&d)[n / 2], u64 a, u64 b)`: d += a b for an m64nNk32 tile of int8, both operands K-major in shared memory."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+r"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void wgmma(int (&d)[{count}], u64 a, u64 b) {{\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8 {{{registers}}}, %{count}, %{count + 1}, 1;"\n'
+        f'               : {operands} : "l"(a), "l"(b));\n}}\n'
+    )

@@ -147,7 +147,7 @@ template <class F> __device__ __forceinline__ void consume(const Slots& slots, c
       const int column = start / w.units * NT, row = tile / w.k_blocks * ROWS + warp * 16, mine = row + lane / 4;
       const float b = bias_of(bias, mine, m), below = bias_of(bias, mine + 8, m);
       const float s = INT8 ? bias_of(scale, mine, m) * INT8_FACTOR : 1.f, below_s = INT8 ? bias_of(scale, mine + 8, m) * INT8_FACTOR : 1.f;
-      write_m64(acc, row, y + (u64)column * m, n - column, m, [=](float sum, bool is_below) {
+      write_m64(acc, row, y + (u64)column * m, n - column, m, [=](float sum, bool is_below, int) {
         if (INT8) sum *= is_below ? below_s : s;
         return sum + (is_below ? below : b);
       });

@@ -191,7 +191,7 @@ __device__ __forceinline__ void write(const float (&acc)[ACC], int row0, const u
   for (int h = 0; h < M64; ++h) {
     const int row = row0 + h * 64 + thread / 32 * 16;
     const float b = bias_of(bias, row + lane / 4, m), below = bias_of(bias, row + lane / 4 + 8, m);
-    write_m64((const float(&)[OF_M64])acc[h * OF_M64], row, y, n, m, [=](float sum, bool is_below) { return sum + (is_below ? below : b); });
+    write_m64((const float(&)[OF_M64])acc[h * OF_M64], row, y, n, m, [=](float sum, bool is_below, int) { return sum + (is_below ? below : b); });
   }
 #endif
 }

@@ -1,24 +1,32 @@
-"""y = (x_q - zero_point) w_q^T * s_x * s_w + bias on integers: the op `tilepress::w8a8_gemm`; and W8A16, `tilepress::w8a16_gemm`.
+"""y = (x_q - zero_point) w_q^T * s_x * s_w + bias on integers: the op `tilepress::w8a8_gemm`, its reference and its CUDA kernels.
 
-The reference multiplies int8 by int8 into int32 (`torch._int_mm`), which is exact: the zero point is taken off as an integer too. Scales
-and bias follow in float32, and one rounding to the output's dtype. It is what runs today on CPU and CUDA; results name it `reference`.
+All multiply int8 by int8 into int32, which is exact: the zero point is taken off as an integer too. Scales and bias follow in float32, one operation after
+the other, and one rounding to the output's dtype; so kernels and reference (`torch._int_mm`) give the same bits. On sm_90 runs w8a8_gemm.cu; other
+cards from sm_80 on, columns that are no multiple of 16 and rows of w that are none of 8 have w8a8_mma.cu.
 """
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
 
-from tilepress.formats import int8
-from tilepress.kernels import library
+from tilepress.formats import TilepressError
+from tilepress.kernels import jit, library, ptx
 
 library.define(
     "w8a8_gemm(Tensor x, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) "
     "-> Tensor"
 )
-library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 
 
 _MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
+_MOST_WITH_ZERO_POINT = (1 << 31) // (128 * 255) - 1  # the same of x's codes less their zero point
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh counts them
+_SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
 
 
 def int_mm(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,14 +59,167 @@ def w8a8_gemm_ref(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def w8a16_gemm_ref(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x floating [..., k], weight int8 [n, k], weight_scale [n, 1] or [1] -> [..., n] of x's dtype."""
-    return linear(x, int8.dequantize(weight, weight_scale).to(x.dtype), bias)
+@dataclass(frozen=True)
+class Configuration:
+    """Macros of w8a8_gemm.cu, and what they need."""
+
+    groups: int  # of 64 rows of w, each a consumer warpgroup's: 1 or 2
+    tokens: int  # of a tile
+    k_blocks: int  # of 128 columns, in a stage
+    stages: int
+    split: int = 1  # blocks of a cluster, which share a tile's columns
+    together: int = 16  # row blocks between which a block goes on to other tokens
+
+    @property
+    def threads(self) -> int:
+        return 32 * (4 * self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        stage = (64 * self.groups + self.tokens) * 128 * self.k_blocks
+        parts = (self.split - 1) * self.groups * 256 * self.tokens
+        return self.stages * (stage + 16) + parts + self.groups * (2 * 128 * min(self.tokens, 32) + 4 * self.tokens)
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor."""
+        return 2 if 2 * (self.shared_bytes + 1024) <= _SHARED_BYTES else 1
+
+    def source(self, dtype: torch.dtype) -> str:
+        macros = {
+            "GROUPS": self.groups,
+            "TOKENS": self.tokens,
+            "KB": self.k_blocks,
+            "STAGES": self.stages,
+            "SPLIT": self.split,
+            "BLOCKS": self.blocks,
+            "BF16": int(dtype == torch.bfloat16),
+        }
+        return jit.source("w8a8_gemm.cu", ptx.wgmma_int8(self.tokens), **macros)
+
+    def grid(self, m: int, n: int, multiprocessors: int) -> int:
+        tiles = -(-m // self.tokens) * -(-n // (64 * self.groups))
+        return tiles * self.split if self.split > 1 else min(tiles, multiprocessors * self.blocks)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("w8a8_gemm", w8a8_gemm_ref, _key)
-    library.impl("w8a16_gemm", w8a16_gemm_ref, _key)
+@functools.cache
+def _kernel(chosen: Configuration, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
+    source = chosen.source(dtype)
+    return jit.Kernel("w8a8_gemm", source, chosen.threads, chosen.shared_bytes, overlaps)
+
+
+@functools.cache
+def _mma_kernel(dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("w8a8_mma", mma_source(dtype), 128)
+
+
+def mma_source(dtype: torch.dtype) -> str:
+    return jit.source("w8a8_mma.cu", BF16=int(dtype == torch.bfloat16))
+
+
+@functools.lru_cache(maxsize=4096)
+def configuration_for(m: int, n: int, k: int, multiprocessors: int) -> Configuration:
+    tokens = next((tokens for tokens in (8, 16, 32, 64, 128) if m <= tokens), 256)
+    if tokens <= 64:
+        split = 2 if -(-n // 64) <= multiprocessors else 1
+        stages = {8: 5, 16: 5, 32: 4, 64: 3}[tokens]
+        return Configuration(1, tokens, 2, stages, split)
+    if tokens == 128:
+        return Configuration(2, 128, 1, 6)
+    return Configuration(2, 256, 1, 4, together=4)
+
+
+_ROW_SUMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    """int32 [n], once for a weight."""
+    version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    known, sums = _ROW_SUMS.get(weight, (None, None))
+    if known != version:
+        if torch.cuda.is_current_stream_capturing():
+            raise TilepressError(
+                "an INT8 layer is first used inside a CUDA graph", "run the model once before capturing"
+            )
+        sums = weight.sum(1, dtype=torch.int32)
+        _ROW_SUMS[weight] = version, sums
+    return sums
+
+
+def _cuda(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    n, k = weight.shape
+    flat = x.reshape(-1, k).contiguous()
+    m = len(flat)
+    numbers = x_scale, weight_scale, *(() if bias is None else (bias,))
+    if not _served(x.device, out_dtype, [number.dtype for number in numbers], k):
+        return w8a8_gemm_ref(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
+    if x.shape[-1] != k or x.dtype != torch.int8 or weight.dtype != torch.int8:
+        raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
+    check_scales(x, (("x_scale", x_scale, m), ("weight_scale", weight_scale, n)), bias, n)
+    if x_zero_point is not None and (x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8):
+        raise ValueError("a zero point is one int8 number")
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    if m == 0:
+        return y.view(*x.shape[:-1], n)
+    is_ready, weight = weight.is_contiguous(), weight.contiguous()  # or a kernel still writes it
+    x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
+    kinds = KINDS[x_scale.dtype] | KINDS[weight_scale.dtype] << 4 | (0 if bias is None else KINDS[bias.dtype] << 8)
+    kinds |= (x_scale.numel() > 1) << 12 | (weight_scale.numel() > 1) << 16
+    arguments = (
+        x_scale.data_ptr(),
+        weight_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if x_zero_point is None else x_zero_point.data_ptr(),
+        0 if x_zero_point is None else _row_sums(weight).data_ptr(),
+        kinds,
+        y.data_ptr(),
+        m,
+        n,
+        k,
+    )
+    vectors = k % 16 == 0 and flat.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if vectors and _uses_wgmma(x.device, n, k):
+        chosen = configuration_for(m, n, k, jit.multiprocessors(x.device))
+        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(flat, chosen.tokens, 128)
+        grid = chosen.grid(m, n, jit.multiprocessors(x.device))
+        _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
+    else:
+        grid = -(-n // 64) * -(-m // 64)
+        _mma_kernel(out_dtype)(x.device, grid, weight.data_ptr(), flat.data_ptr(), *arguments, int(vectors))
+    return y.view(*x.shape[:-1], n)
+
+
+def check_scales(x: Tensor, scales: Iterable[tuple[str, Tensor, int]], bias: Tensor | None, n: int) -> None:
+    """Raises ValueError unless each of (name, scale, count) is one number or `count`, and a bias [n], all where x is."""
+    for what, scale, count in scales:
+        if scale.numel() not in (1, count):
+            raise ValueError(f"{what} of {list(scale.shape)} for {count}")
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        raise ValueError(f"a bias of {list(bias.shape)} for {n} rows")
+    if any(t is not None and t.device != x.device for t in (*(scale for _, scale, _ in scales), bias)):
+        raise ValueError("the arguments are on several devices")
+
+
+def _served(device: torch.device, out_dtype: torch.dtype, number_dtypes: Iterable[torch.dtype], k: int) -> bool:
+    """Whether kernels take scales and bias of these dtypes, and k columns."""
+    known = out_dtype in (torch.bfloat16, torch.float16) and all(dtype in KINDS for dtype in number_dtypes)
+    return jit.why_not(device) is None and known and k <= _MOST_WITH_ZERO_POINT
+
+
+def _uses_wgmma(device: torch.device, n: int, k: int) -> bool:
+    return jit.capability(device)[0] == 9 and k % 16 == 0 and n % 8 == 0
+
+
+library.impl("w8a8_gemm", w8a8_gemm_ref, "CPU")
+library.impl("w8a8_gemm", _cuda, "CUDA")
 
 
 @torch.library.register_fake("tilepress::w8a8_gemm")
@@ -66,12 +227,8 @@ def _(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-@torch.library.register_fake("tilepress::w8a16_gemm")
-def _(x, weight, weight_scale, bias):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def path(device: torch.device, weight_only: bool) -> str:
-    """Which implementation serves a device: what results report."""
-    kind = "w8a16_gemm reference (dequantize)" if weight_only else "w8a8_gemm reference (torch._int_mm)"
-    return f"{kind} on {device.type}"
+def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> str:
+    """Which implementation serves a weight int8 [n, k] on a device: what results report."""
+    if not _served(device, out_dtype, (scale_dtype,), k):
+        return f"w8a8_gemm reference (torch._int_mm) on {device.type}{jit.why_not(device) or ''}"
+    return f"{'w8a8_gemm' if _uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tilepress.formats.int8 import Int8Scheme
-from tilepress.kernels import fused_quant, w8a8_gemm
+from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
 
 ops = torch.ops.tilepress
 _TENSORS = ("weight", "weight_scale", "input_scale", "input_zero_point", "bias")
@@ -82,7 +82,10 @@ class Int8Linear(nn.Module):
     @property
     def path(self) -> str:
         """The implementation that serves this layer where it is now."""
-        return w8a8_gemm.path(self.weight.device, self.scheme.activations == "none")
+        device, dtype = self.weight.device, self.weight_scale.dtype
+        if self.scheme.activations == "none":
+            return w8a16_gemm.path(device, dtype, dtype, self.in_features)
+        return w8a8_gemm.path(device, dtype, dtype, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.scheme}"

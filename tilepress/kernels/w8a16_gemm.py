@@ -1,0 +1,141 @@
+"""y = x (w * w_scale)^T + bias with int8 w and floating x: the op `tilepress::w8a16_gemm`, its reference and its CUDA kernels.
+
+Up to MOST_ROWS rows of x, w8a16_gemm.cu reads w as it is, from sm_80 on; for more, some rows of w at a time are made floating (dequantize.cu) and
+multiplied by cuBLAS. The reference makes all of w floating, on any device; so do columns that are no multiple of 16.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tilepress.formats import int8
+from tilepress.kernels import jit, library, split_sum
+from tilepress.kernels.packed import aligned, multiply_decoded
+from tilepress.kernels.w8a8_gemm import KINDS, check_scales
+
+library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
+MOST_ROWS = 64  # of x
+BLOCKS = {8: 3, 16: 2, 32: 2, 64: 1}  # of a multiprocessor, for so many rows of x: as many as registers allow
+_TILE, _STAGES, _THREADS = 128, 4, 256
+_FEWEST_UNITS = 4  # of a block: blocks that share rows of w add up what the others have left
+
+
+def w8a16_gemm_ref(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x floating [..., k], weight int8 [n, k], weight_scale [n, 1] or [1], bias [n] or None -> [..., n] of x's dtype."""
+    return linear(x, int8.dequantize(weight, weight_scale).to(x.dtype), bias)
+
+
+def source(columns: int, dtype: torch.dtype) -> str:
+    return jit.source("w8a16_gemm.cu", NT=columns, BLOCKS=BLOCKS[columns], BF16=int(dtype == torch.bfloat16))
+
+
+@functools.cache
+def _kernel(columns: int, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
+    shared_bytes = _STAGES * 256 * columns
+    return jit.Kernel("w8a16_gemm", source(columns, dtype), _THREADS, shared_bytes, overlaps)
+
+
+def dequantize_source(dtype: torch.dtype) -> str:
+    return jit.source("dequantize.cu", BF16=int(dtype == torch.bfloat16))
+
+
+@functools.cache
+def _dequantize_kernel(dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("dequantize", dequantize_source(dtype), 256)
+
+
+def _served(device: torch.device, x_dtype: torch.dtype, scale_dtype: torch.dtype, k: int) -> bool:
+    return (
+        jit.why_not(device) is None
+        and x_dtype in (torch.bfloat16, torch.float16)
+        and scale_dtype in KINDS
+        and k % 16 == 0
+    )
+
+
+def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    n, k = weight.shape
+    if not _served(x.device, x.dtype, weight_scale.dtype, k) or (bias is not None and bias.dtype not in KINDS):
+        return w8a16_gemm_ref(x, weight, weight_scale, bias)
+    if x.shape[-1] != k or weight.dtype != torch.int8:
+        raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
+    check_scales(x, (("weight_scale", weight_scale, n),), bias, n)
+    flat, is_ready = x.reshape(-1, k), weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    if not is_ready:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    if len(flat) == 0:
+        y = x.new_empty(0, n)
+    elif len(flat) <= MOST_ROWS:
+        y = _multiply(aligned(flat), weight, weight_scale.contiguous(), bias, is_ready)
+    else:
+        y = _multiply_dequantized(flat, weight, weight_scale.contiguous(), bias)
+    return y.view(*x.shape[:-1], n)
+
+
+def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_ready: bool) -> Tensor:
+    """`is_ready`: no kernel still writes the weight."""
+    (m, k), n = x.shape, len(weight)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    columns = next(columns for columns in BLOCKS if m <= columns)
+    k_blocks = -(-k // _TILE)
+    units = -(-n // _TILE) * k_blocks
+    grid = max(1, min(jit.multiprocessors(x.device) * BLOCKS[columns], units // _FEWEST_UNITS))
+    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 2, _TILE, columns)
+    _kernel(columns, x.dtype, is_ready)(
+        x.device,
+        grid,
+        weight.data_ptr(),
+        x.data_ptr(),
+        scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        _kinds(scale, bias),
+        y.data_ptr(),
+        sums,
+        left,
+        ticket,
+        m,
+        n,
+        k,
+        x.stride(0),
+        k_blocks,
+        units,
+    )
+    return y
+
+
+def _kinds(scale: Tensor, bias: Tensor | None) -> int:
+    return KINDS[scale.dtype] << 4 | (0 if bias is None else KINDS[bias.dtype] << 8) | (scale.numel() > 1) << 16
+
+
+def _multiply_dequantized(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    k = weight.shape[1]
+
+    def decode(_tiles: slice, first: int, last: int) -> Tensor:
+        rows = last - first
+        dense = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+        own = scale[first:last] if scale.numel() > 1 else scale
+        grid = min(-(-rows * k // 16 // 256), 16 * jit.multiprocessors(x.device))
+        _dequantize_kernel(x.dtype)(
+            x.device, grid, weight[first:last].data_ptr(), own.data_ptr(), _kinds(own, None), dense.data_ptr(), rows, k
+        )
+        return dense
+
+    return multiply_decoded(x, None if bias is None else bias.to(x.dtype), len(weight), (_TILE, _TILE), decode)
+
+
+library.impl("w8a16_gemm", w8a16_gemm_ref, "CPU")
+library.impl("w8a16_gemm", _cuda, "CUDA")
+
+
+@torch.library.register_fake("tilepress::w8a16_gemm")
+def _(x, weight, weight_scale, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def path(device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, k: int, m: int = 1) -> str:
+    """Which implementation serves m rows of x, of k columns and a dtype, on a device: what results report."""
+    if not _served(device, dtype, scale_dtype, k):
+        return f"w8a16_gemm reference (dequantize) on {device.type}{jit.why_not(device) or ''}"
+    return "w8a16_gemm kernel on cuda" if m <= MOST_ROWS else "dequantize kernel and cuBLAS on cuda"

@@ -1,0 +1,218 @@
+// y[m, n] = (x[m, k] w[n, k]^T - zero_point * sums of w's rows) * x_scale * w_scale + bias of int8 codes, on the tensor cores of sm_90a; exact in int32.
+//
+// w is wgmma's operand A, 64 rows for each consumer warpgroup, x's rows (tokens) its operand B, however few they are. A tile is ROWS = 64 GROUPS rows of
+// w by TOKENS tokens; a loader warp copies both, 128 KB columns of k at a time, into a ring of stages (TMA, mbarriers). Blocks walk through tiles in
+// groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
+//
+// With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
+// depend on the order.
+//
+// w, its scales and sums and the bias are read before earlier kernels of the stream have ended; x, its scale and zero point after that.
+//
+// n is a multiple of 8, and rows of y begin at multiples of 16 bytes.
+//
+// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns comes from kernels/ptx.py.
+
+#include "scales.cuh"
+
+#define ROWS (64 * GROUPS)
+#define WARPS (4 * GROUPS + 1)
+#define W_BYTES (ROWS * 128)
+#define X_BYTES (TOKENS * 128)
+#define STAGE_BYTES ((W_BYTES + X_BYTES) * KB)
+#define SUMS (TOKENS / 2)                                  // of a thread
+#define PART_BYTES (GROUPS * 128 * SUMS * 4)               // of a block, for the first one of its cluster
+#define CHUNK (TOKENS < 32 ? TOKENS : 32)                  // tokens that a warpgroup writes at once
+#define CHUNK_BYTES (CHUNK * 128)
+#define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
+enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
+
+struct Position {  // in the ring
+  int stage = 0;
+  u32 phase = 0;
+
+  __device__ void next() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+};
+
+struct Shared {
+  u32 stages, parts, chunks, scales, full, empty;          // chunks: two for each warpgroup
+
+  __device__ u32 w(int stage) const { return stages + stage * STAGE_BYTES; }
+  __device__ u32 x(int stage) const { return w(stage) + W_BYTES * KB; }
+};
+
+struct Work {  // of a block, and where tile t lies
+  int tiles, row_blocks, token_blocks, together, first_k, last_k;
+
+  __device__ int2 place(int t) const {
+    const int group = t / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = t - first * token_blocks;
+    return make_int2((first + rest % here) * ROWS, rest / here * TOKENS);
+  }
+};
+
+__device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Shared& shared, const Work& work) {
+  const auto copy_w = [&](int stage, int row, int k) {
+#pragma unroll
+    for (int b = 0; b < KB; ++b) tma_2d(shared.w(stage) + b * W_BYTES, w, (k * KB + b) * 128, row, shared.full + 8 * stage);
+  };
+  const auto copy_x = [&](int stage, int token, int k) {
+#pragma unroll
+    for (int b = 0; b < KB; ++b) tma_2d(shared.x(stage) + b * X_BYTES, x, (k * KB + b) * 128, token, shared.full + 8 * stage);
+  };
+  const int start = blockIdx.x / SPLIT;
+  const int2 at = work.place(start);
+  const int early = min(STAGES, work.last_k - work.first_k);     // stages that w may fill before earlier kernels have ended
+  for (int i = 0; i < early; ++i) {
+    expect(shared.full + 8 * i, STAGE_BYTES);
+    copy_w(i, at.x, work.first_k + i);
+  }
+  wait_for_grid();
+  for (int i = 0; i < early; ++i) copy_x(i, at.y, work.first_k + i);
+  Position p;
+  int done = 0;
+  for (int t = start; t < work.tiles; t += gridDim.x / SPLIT) {
+    const int2 place = work.place(t);
+    for (int k = work.first_k; k < work.last_k; ++k, p.next(), ++done) {
+      if (done < early) continue;
+      wait(shared.empty + 8 * p.stage, p.phase ^ 1);
+      expect(shared.full + 8 * p.stage, STAGE_BYTES);
+      copy_w(p.stage, place.x, k);
+      copy_x(p.stage, place.y, k);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared, Position& p, int group, int steps) {
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+  int before = -1;                                         // stage that wgmma may still read
+  for (int i = 0; i < steps; ++i, p.next()) {
+    wait(shared.full + 8 * p.stage, p.phase);
+    const u64 a = descriptor(shared.w(p.stage) + group * 8192), b = descriptor(shared.x(p.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (before >= 0 && threadIdx.x % 32 == 0) arrive(shared.empty + 8 * before);
+    before = p.stage;
+  }
+  wgmma_wait<0>();
+  if (before >= 0 && threadIdx.x % 32 == 0) arrive(shared.empty + 8 * before);
+}
+
+// Adds what the cluster's blocks have summed up; only the first one goes on with it.
+__device__ __forceinline__ void add_up(int (&sums)[SUMS], u32 parts, int rank) {
+  cluster_wait();                                          // all blocks are there
+  if (rank > 0) {
+    const u32 to = address_in(parts + (rank - 1) * PART_BYTES + threadIdx.x * 16, 0);
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4) store_in_cluster(to + i * GROUPS * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+  }
+  cluster_arrive();
+  if (rank > 0) return;
+  cluster_wait();
+#pragma unroll
+  for (int r = 0; r < SPLIT - 1; ++r)
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4) {
+      const uint4 more = lds128(parts + r * PART_BYTES + threadIdx.x * 16 + i * GROUPS * 512);
+      sums[i] += more.x; sums[i + 1] += more.y; sums[i + 2] += more.z; sums[i + 3] += more.w;
+    }
+}
+
+// What a thread needs to write its part of a tile, asked for before the products.
+struct Ends {
+  Output::Row above, below;
+  float scales[SCALES];
+
+  __device__ Ends(const Output& output, int row, int token, int n, int m) {
+    above = output.row(row, n);
+    below = output.row(row + 8, n);
+#pragma unroll
+    for (int i = 0; i < SCALES; ++i) scales[i] = output.x_scale[min(token + i * 128 + (int)threadIdx.x % 128, m - 1)];
+  }
+};
+
+// y of a warpgroup's 64 rows: numbers go to shared memory, transposed, and from there in rows of 128 bytes to y, which is that of the first row.
+__device__ __forceinline__ void write(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 chunks, u32 scales, int barrier, u16* y, int tokens,
+                                      int rows, int n, int& written) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int i = 0; i < SCALES; ++i)
+    if (i * 128 + thread < TOKENS) sts32(scales + (i * 128 + thread) * 4, __float_as_uint(ends.scales[i]));
+  bar_sync(barrier, 128);
+#pragma unroll
+  for (int c = 0; c < TOKENS / CHUNK; ++c, ++written) {
+    if (c * CHUNK >= tokens) return;
+    const u32 chunk = chunks + written % 2 * CHUNK_BYTES;
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; ++j) {
+      const int* sum = sums + (c * (CHUNK / 8) + j) * 4;
+      const uint2 both = lds64(scales + (c * CHUNK + j * 8 + lane % 4 * 2) * 4);
+      const float left = __uint_as_float(both.x), right = __uint_as_float(both.y);
+      const u32 high = to_values(output.number(sum[0], ends.above, left), output.number(sum[1], ends.above, right));
+      const u32 low = to_values(output.number(sum[2], ends.below, left), output.number(sum[3], ends.below, right));
+      const int token = j * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;       // of lanes 0 .. 15: rows of two 8 x 8 matrices
+      store_transposed(chunk + token * 128 + (piece ^ token % 8) * 16, high, low);
+    }
+    bar_sync(barrier, 128);
+#pragma unroll
+    for (int i = thread; i < CHUNK * 8; i += 128) {
+      const int token = i / 8, row = i % 8 * 8;
+      if (c * CHUNK + token < tokens && row < rows) *(uint4*)(y + (u64)(c * CHUNK + token) * n + row) = lds128(chunk + token * 128 + (i ^ token) % 8 * 16);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* x_scale, const void* w_scale, const void* bias,
+          const i8* zero_point, const int* w_sums, int kinds, u16* y, int m, int n, int k, int together) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 parts = shared_address(memory) + STAGES * STAGE_BYTES, chunks = parts + (SPLIT - 1) * PART_BYTES, scales = chunks + GROUPS * 2 * CHUNK_BYTES,
+            full = scales + GROUPS * TOKENS * 4;
+  const Shared shared = {shared_address(memory), parts, chunks, scales, full, full + 8 * STAGES};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = SPLIT > 1 ? rank_in_cluster() : 0;
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) { bar_init(shared.full + 8 * i, 1); bar_init(shared.empty + 8 * i, 4 * GROUPS); }
+    fence_bar_init();
+  }
+  __syncthreads();
+  if (SPLIT > 1) cluster_arrive();
+  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS - 1) / ROWS, token_blocks = (m + TOKENS - 1) / TOKENS;
+  const Work work = {row_blocks * token_blocks, row_blocks, token_blocks, together, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+  if (warp == 4 * GROUPS) {
+    if (threadIdx.x % 32 == 0) load(&w, &x, shared, work);
+    __syncwarp();
+    if (SPLIT > 1) {
+      cluster_wait();
+      cluster_arrive();
+      if (rank == 0) cluster_wait();
+    }
+    return;
+  }
+  const Output output = output_of(x_scale, w_scale, bias, zero_point, w_sums, kinds);
+  const int group = warp / 4;
+  Position p;
+  int written = 0;
+  wait_for_grid();
+  for (int t = blockIdx.x / SPLIT; t < work.tiles; t += gridDim.x / SPLIT) {
+    const int2 place = work.place(t);
+    const int first = place.x + group * 64;
+    const Ends ends(output, place.x + warp * 16 + threadIdx.x % 32 / 4, place.y, n, m);
+    int sums[SUMS];
+    multiply(sums, shared, p, group, work.last_k - work.first_k);
+    if (SPLIT > 1) {
+      add_up(sums, shared.parts, rank);
+      if (rank > 0) return;
+    }
+    write(sums, output, ends, shared.chunks + group * 2 * CHUNK_BYTES, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group,
+          y + (u64)place.y * n + first, m - place.y, n - first, n, written);
+  }
+}
