@@ -97,6 +97,7 @@ __device__ __forceinline__ void wait_for_grid() { asm volatile("griddepcontrol.w
 // 16-bit values
 // An 8 x 8 matrix, two values of row lane / 4 in each lane: transposed.
 __device__ __forceinline__ u32 transpose(u32 v) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
+__device__ __forceinline__ float half_to_float(u16 v) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v)); return r; }
 #if BF16
 #define VALUES "bf16"
 __device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
@@ -104,5 +105,5 @@ __device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v
 #else
 #define VALUES "f16"
 __device__ __forceinline__ u32 to_values(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-__device__ __forceinline__ float to_float(u16 v) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v)); return r; }
+__device__ __forceinline__ float to_float(u16 v) { return half_to_float(v); }
 #endif

@@ -7,10 +7,7 @@ struct Numbers {
     i *= step;
     if (kind == 0) return ((const float*)at)[i];
     const u16 bits = ((const u16*)at)[i];
-    if (kind == 1) return __uint_as_float((u32)bits << 16);
-    float r;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));
-    return r;
+    return kind == 1 ? __uint_as_float((u32)bits << 16) : half_to_float(bits);
   }
 };
 

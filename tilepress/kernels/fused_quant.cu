@@ -1,0 +1,166 @@
+// Rows of 16-bit numbers, normalized or through an activation, to int8 codes: one pass, a row in the registers of a block.
+//
+// What OP makes of a row is rounded to 16 bits where transformers' own modules round; then codes = round(value / scale + zero point), half to even, saturated,
+// with the quotient rounded as a division's. Scale: given for all rows, or of each row absmax / 127.5 (float32's epsilon for a row of zeros). NaN and
+// infinities give a row the scale NaN or infinity, and so NaN in all that is multiplied with it; with a given scale NaN becomes the code 0, infinities
+// saturate.
+//
+// Macros: OP, one of those below; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
+// any alignment); BF16. Grid: rows.
+
+#include "scales.cuh"
+
+enum { QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH };
+#define ADDS (OP == ADD_RMS_NORM || OP == ADD_LAYER_NORM)
+#define IS_RMS (OP == RMS_NORM || OP == ADD_RMS_NORM)
+#define IS_LAYER (OP == LAYER_NORM || OP == ADD_LAYER_NORM)
+#define GATED (OP == SILU_MUL)
+#define WARPS (THREADS / 32)
+
+__device__ __forceinline__ float rounded(float v) { return to_float((u16)to_values(v, 0.f)); }
+
+struct Row {  // of a thread: V times 8 elements
+  float v[V][8];
+
+  static __device__ __forceinline__ int at(int part, int i) { return VECTORS ? (part * THREADS + threadIdx.x) * 8 + i : (part * 8 + i) * THREADS + threadIdx.x; }
+
+  // Zeros beyond the row's end.
+  __device__ __forceinline__ void load(const u16* from, int n) {
+#pragma unroll
+    for (int part = 0; part < V; ++part) {
+      if (VECTORS) {
+        uint4 q = make_uint4(0, 0, 0, 0);
+        if (at(part, 0) < n) q = *(const uint4*)(from + at(part, 0));
+        const u32 pairs[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[part][i] = to_float((u16)(pairs[i / 2] >> i % 2 * 16));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[part][i] = at(part, i) < n ? to_float(from[at(part, i)]) : 0.f;
+      }
+    }
+  }
+  __device__ __forceinline__ void store(u16* to, int n) const {
+#pragma unroll
+    for (int part = 0; part < V; ++part) {
+      if (VECTORS) {
+        const float* f = v[part];
+        if (at(part, 0) < n)
+          *(uint4*)(to + at(part, 0)) = make_uint4(to_values(f[0], f[1]), to_values(f[2], f[3]), to_values(f[4], f[5]), to_values(f[6], f[7]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (at(part, i) < n) to[at(part, i)] = to_values(v[part][i], 0.f);
+      }
+    }
+  }
+  // v = f(v, place)
+  template <class F> __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int part = 0; part < V; ++part)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[part][i] = f(v[part][i], part, i);
+  }
+  template <class F> __device__ __forceinline__ float reduce(float start, F f) const {
+#pragma unroll
+    for (int part = 0; part < V; ++part)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) start = f(start, v[part][i], at(part, i));
+    return start;
+  }
+};
+
+struct Sum { static __device__ __forceinline__ float of(float a, float b) { return a + b; } };
+struct Max { static __device__ __forceinline__ float of(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
+
+// Over the block's threads, in all of them. `place`: each call has 32 floats of its own.
+template <class How> __device__ __forceinline__ float all(float v, float* place) {
+#pragma unroll
+  for (int i = 16; i; i /= 2) v = How::of(v, __shfl_xor_sync(~0u, v, i));
+  if (WARPS == 1) return v;
+  if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = place[threadIdx.x % 32 % WARPS];
+#pragma unroll
+  for (int i = WARPS <= 2 ? 1 : WARPS <= 4 ? 2 : WARPS <= 8 ? 4 : WARPS <= 16 ? 8 : 16; i; i /= 2) v = How::of(v, __shfl_xor_sync(~0u, v, i));
+  return v;
+}
+
+// x / scale, correctly rounded (Markstein): the reciprocal is, and the remainder is exact. Not for scales whose reciprocal is not normal.
+__device__ __forceinline__ float divided(float x, float scale, float reciprocal) {
+  const float q = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+}
+__device__ __forceinline__ u32 code(float v) { int r; asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(v)); return r & 255; }
+
+__device__ __forceinline__ void write_codes(const Row& row, i8* to, int n, float scale, float zero_point) {
+  const float reciprocal = __frcp_rn(scale);
+  const bool plain = scale > 1e-36f && scale < 1e36f;
+  const auto of = [&](float v) { return code(__fadd_rn(plain ? divided(v, scale, reciprocal) : __fdiv_rn(v, scale), zero_point)); };
+#pragma unroll
+  for (int part = 0; part < V; ++part) {
+    if (VECTORS) {
+      if (row.at(part, 0) >= n) continue;
+      const float* f = row.v[part];
+      *(uint2*)(to + row.at(part, 0)) = make_uint2(of(f[0]) | of(f[1]) << 8 | of(f[2]) << 16 | of(f[3]) << 24, of(f[4]) | of(f[5]) << 8 | of(f[6]) << 16 | of(f[7]) << 24);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (row.at(part, i) < n) to[row.at(part, i)] = of(row.v[part][i]);
+    }
+  }
+}
+
+__device__ __forceinline__ float activation(float x) {
+  if (OP == RELU) return x > 0.f || x != x ? x : 0.f;
+  if (OP == GELU) return x * 0.5f * (1.f + erff(x * 0.70710678118654752440f));
+  if (OP == GELU_TANH) return 0.5f * x * (1.f + tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+  return x / (1.f + __expf(-x));              // SiLU
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bias, const void* scale, int scale_kind, const i8* zero_point, i8* codes,
+            float* scales, u16* total, int n, float eps) {
+  __shared__ float places[3][32];
+  const u64 mine = (u64)blockIdx.x * n;
+  Row row, factor, offset;
+  if (IS_RMS || IS_LAYER) factor.load(weight, n);
+  if (IS_LAYER) offset.load(bias, n);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();
+  wait_for_grid();
+#endif
+  row.load(x + mine * (GATED ? 2 : 1), n);
+  if (ADDS || GATED) {
+    Row other;
+    other.load(ADDS ? residual + mine : x + 2 * mine + n, n);
+    if (ADDS) {
+      row.each([&](float v, int p, int i) { return rounded(v + other.v[p][i]); });
+      row.store(total + mine, n);
+    } else {
+      row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other.v[p][i]); });
+    }
+  }
+  if (OP == RELU || OP == GELU || OP == GELU_TANH) row.each([&](float v, int, int) { return rounded(activation(v)); });
+  if (IS_RMS) {
+    const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), places[0]);
+    const float inverse = rsqrtf(squares / n + eps);
+    row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor.v[p][i]); });
+  }
+  if (IS_LAYER) {
+    const float mean = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v; }), places[0]) / n;
+    const float squares = all<Sum>(row.reduce(0.f, [=](float s, float v, int at) { return at < n ? s + (v - mean) * (v - mean) : s; }), places[1]);
+    const float inverse = rsqrtf(squares / n + eps);
+    row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor.v[p][i] + offset.v[p][i]); });
+  }
+  float by, from = 0.f;
+  if (STATIC) {
+    by = Numbers{scale, scale_kind, 0}[0];
+    if (zero_point) from = *zero_point;
+  } else {
+    by = all<Max>(row.reduce(0.f, [=](float m, float v, int at) { return at < n ? Max::of(m, fabsf(v)) : m; }), places[2]) / 127.5f;
+    if (by == 0.f) by = 1.1920928955078125e-7f;
+  }
+  if (threadIdx.x == 0 && (!STATIC || blockIdx.x == 0)) scales[blockIdx.x] = by;
+  write_codes(row, codes + mine, n, by, from);
+}
