@@ -147,11 +147,11 @@ def weight_scale(weight: Tensor, per: str, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-    """round(x / scale + zero_point), half to even, saturated to int8; computed in float32. `scale` broadcasts over x."""
+    """round(x / scale + zero_point), half to even, saturated to int8, 0 for NaN; computed in float32. `scale` broadcasts over x."""
     codes = x.float() / scale.float()
     if zero_point is not None:
         codes = codes + zero_point.float()
-    return codes.clamp_(QMIN, QMAX).round_().to(torch.int8)
+    return codes.nan_to_num_(nan=0.0).clamp_(QMIN, QMAX).round_().to(torch.int8)
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:

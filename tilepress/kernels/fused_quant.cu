@@ -19,53 +19,58 @@ enum { QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL, R
 
 __device__ __forceinline__ float rounded(float v) { return to_float((u16)to_values(v, 0.f)); }
 
-struct Row {  // of a thread: V times 8 elements
-  float v[V][8];
+struct Raw {  // a thread's part of a row: V times 8 elements of 16 bits, zeros beyond the row's end
+  u32 pairs[V][4];
 
   static __device__ __forceinline__ int at(int part, int i) { return VECTORS ? (part * THREADS + threadIdx.x) * 8 + i : (part * 8 + i) * THREADS + threadIdx.x; }
 
-  // Zeros beyond the row's end.
   __device__ __forceinline__ void load(const u16* from, int n) {
 #pragma unroll
     for (int part = 0; part < V; ++part) {
       if (VECTORS) {
         uint4 q = make_uint4(0, 0, 0, 0);
         if (at(part, 0) < n) q = *(const uint4*)(from + at(part, 0));
-        const u32 pairs[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[part][i] = to_float((u16)(pairs[i / 2] >> i % 2 * 16));
+        pairs[part][0] = q.x; pairs[part][1] = q.y; pairs[part][2] = q.z; pairs[part][3] = q.w;
       } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[part][i] = at(part, i) < n ? to_float(from[at(part, i)]) : 0.f;
+        for (int i = 0; i < 8; i += 2)
+          pairs[part][i / 2] = (at(part, i) < n ? from[at(part, i)] : 0) | (at(part, i + 1) < n ? from[at(part, i + 1)] : 0) << 16;
       }
     }
   }
+  __device__ __forceinline__ float operator()(int part, int i) const { return to_float((u16)(pairs[part][i / 2] >> i % 2 * 16)); }
+};
+
+struct Row {  // the same as float32
+  float v[V][8];
+
   __device__ __forceinline__ void store(u16* to, int n) const {
 #pragma unroll
     for (int part = 0; part < V; ++part) {
+      const float* f = v[part];
       if (VECTORS) {
-        const float* f = v[part];
-        if (at(part, 0) < n)
-          *(uint4*)(to + at(part, 0)) = make_uint4(to_values(f[0], f[1]), to_values(f[2], f[3]), to_values(f[4], f[5]), to_values(f[6], f[7]));
+        if (Raw::at(part, 0) < n)
+          *(uint4*)(to + Raw::at(part, 0)) = make_uint4(to_values(f[0], f[1]), to_values(f[2], f[3]), to_values(f[4], f[5]), to_values(f[6], f[7]));
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          if (at(part, i) < n) to[at(part, i)] = to_values(v[part][i], 0.f);
+          if (Raw::at(part, i) < n) to[Raw::at(part, i)] = to_values(f[i], 0.f);
       }
     }
   }
-  // v = f(v, place)
+  // v = f(v, part, i)
   template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int part = 0; part < V; ++part)
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[part][i] = f(v[part][i], part, i);
   }
+  // f(.. f(start, v, place in the row) .., v, place)
   template <class F> __device__ __forceinline__ float reduce(float start, F f) const {
 #pragma unroll
     for (int part = 0; part < V; ++part)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) start = f(start, v[part][i], at(part, i));
+      for (int i = 0; i < 8; ++i) start = f(start, v[part][i], Raw::at(part, i));
     return start;
   }
 };
@@ -73,16 +78,16 @@ struct Row {  // of a thread: V times 8 elements
 struct Sum { static __device__ __forceinline__ float of(float a, float b) { return a + b; } };
 struct Max { static __device__ __forceinline__ float of(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
 
-// Over the block's threads, in all of them. `place`: each call has 32 floats of its own.
+// Over the block's threads, in all of them; what is reduced is at least 0, or a sum. `place`: each call has 32 floats of its own.
 template <class How> __device__ __forceinline__ float all(float v, float* place) {
 #pragma unroll
   for (int i = 16; i; i /= 2) v = How::of(v, __shfl_xor_sync(~0u, v, i));
   if (WARPS == 1) return v;
   if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = v;
   __syncthreads();
-  v = place[threadIdx.x % 32 % WARPS];
+  v = threadIdx.x % 32 < WARPS ? place[threadIdx.x % 32] : 0.f;
 #pragma unroll
-  for (int i = WARPS <= 2 ? 1 : WARPS <= 4 ? 2 : WARPS <= 8 ? 4 : WARPS <= 16 ? 8 : 16; i; i /= 2) v = How::of(v, __shfl_xor_sync(~0u, v, i));
+  for (int i = 16; i; i /= 2) v = How::of(v, __shfl_xor_sync(~0u, v, i));
   return v;
 }
 
@@ -100,13 +105,13 @@ __device__ __forceinline__ void write_codes(const Row& row, i8* to, int n, float
 #pragma unroll
   for (int part = 0; part < V; ++part) {
     if (VECTORS) {
-      if (row.at(part, 0) >= n) continue;
+      if (Raw::at(part, 0) >= n) continue;
       const float* f = row.v[part];
-      *(uint2*)(to + row.at(part, 0)) = make_uint2(of(f[0]) | of(f[1]) << 8 | of(f[2]) << 16 | of(f[3]) << 24, of(f[4]) | of(f[5]) << 8 | of(f[6]) << 16 | of(f[7]) << 24);
+      *(uint2*)(to + Raw::at(part, 0)) = make_uint2(of(f[0]) | of(f[1]) << 8 | of(f[2]) << 16 | of(f[3]) << 24, of(f[4]) | of(f[5]) << 8 | of(f[6]) << 16 | of(f[7]) << 24);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (row.at(part, i) < n) to[row.at(part, i)] = of(row.v[part][i]);
+        if (Raw::at(part, i) < n) to[Raw::at(part, i)] = of(row.v[part][i]);
     }
   }
 }
@@ -123,35 +128,38 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
             float* scales, u16* total, int n, float eps) {
   __shared__ float places[3][32];
   const u64 mine = (u64)blockIdx.x * n;
-  Row row, factor, offset;
-  if (IS_RMS || IS_LAYER) factor.load(weight, n);
-  if (IS_LAYER) offset.load(bias, n);
+  Raw raw, factor, offset, other;
+  Row row;
+  const auto load_factors = [&] {
+    if (IS_RMS || IS_LAYER) factor.load(weight, n);
+    if (IS_LAYER) offset.load(bias, n);
+  };
+  if (V <= 2) load_factors();                 // more would not fit beside the row
 #if __CUDA_ARCH__ >= 900
   launch_dependents();
   wait_for_grid();
 #endif
-  row.load(x + mine * (GATED ? 2 : 1), n);
-  if (ADDS || GATED) {
-    Row other;
-    other.load(ADDS ? residual + mine : x + 2 * mine + n, n);
-    if (ADDS) {
-      row.each([&](float v, int p, int i) { return rounded(v + other.v[p][i]); });
-      row.store(total + mine, n);
-    } else {
-      row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other.v[p][i]); });
-    }
+  raw.load(x + mine * (GATED ? 2 : 1), n);
+  if (ADDS || GATED) other.load(ADDS ? residual + mine : x + 2 * mine + n, n);
+  row.each([&](float, int p, int i) { return raw(p, i); });
+  if (ADDS) {
+    row.each([&](float v, int p, int i) { return rounded(v + other(p, i)); });
+    row.store(total + mine, n);
   }
+  if (GATED) row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other(p, i)); });
   if (OP == RELU || OP == GELU || OP == GELU_TANH) row.each([&](float v, int, int) { return rounded(activation(v)); });
   if (IS_RMS) {
     const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), places[0]);
     const float inverse = rsqrtf(squares / n + eps);
-    row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor.v[p][i]); });
+    if (V > 2) load_factors();
+    row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor(p, i)); });
   }
   if (IS_LAYER) {
     const float mean = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v; }), places[0]) / n;
     const float squares = all<Sum>(row.reduce(0.f, [=](float s, float v, int at) { return at < n ? s + (v - mean) * (v - mean) : s; }), places[1]);
     const float inverse = rsqrtf(squares / n + eps);
-    row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor.v[p][i] + offset.v[p][i]); });
+    if (V > 2) load_factors();
+    row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor(p, i) + offset(p, i)); });
   }
   float by, from = 0.f;
   if (STATIC) {

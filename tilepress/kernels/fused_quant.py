@@ -4,19 +4,31 @@
     quantize_int8_static     x -> codes                               with a calibrated scale and zero point
     rms_norm_int8            x -> RMSNorm -> codes, scale
     add_rms_norm_int8        x + residual -> codes, scale, the sum    the residual stream stays in x's dtype
+    layer_norm_int8          the two with LayerNorm
+    add_layer_norm_int8
     silu_mul_int8            [gate | up] -> silu(gate) * up -> codes, scale
+    activation_int8          x -> relu, gelu or gelu_tanh -> codes, scale
 
 `mode` is 0 per token, 1 per tensor; with `scale` given (static) it does not matter and a copy of `scale` is returned. Codes are int8 of
 x's shape, scales float32 [..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and
-the product are rounded to x's dtype before they are quantized. The quantization rules are formats/int8.py's.
+the product are rounded to x's dtype before they are quantized. The quantization rules are formats/int8.py's: with a scale found at run time a NaN or an
+infinity makes the scale NaN or infinite, and so NaN of what is multiplied with it; with a given one NaN becomes 0, infinities saturate.
+
+On cards from sm_80 on fused_quant.cu does each op in one pass, for bfloat16 and float16, rows of up to MOST_COLUMNS and scales of tokens or given; the rest
+runs by the references.
 """
+
+import functools
+import struct
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from tilepress.formats import int8
-from tilepress.kernels import library
+from tilepress.kernels import jit, library
+from tilepress.kernels.w8a8_gemm import KINDS
 
 PER_TOKEN, PER_TENSOR = 0, 1
 
@@ -29,7 +41,18 @@ library.define(
     "add_rms_norm_int8(Tensor x, Tensor residual, Tensor weight, float eps, int mode, Tensor? scale, Tensor? zero_point) "
     "-> (Tensor, Tensor, Tensor)"
 )
+library.define(
+    "layer_norm_int8(Tensor x, Tensor weight, Tensor bias, float eps, int mode, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor)"
+)
+library.define(
+    "add_layer_norm_int8(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps, int mode, Tensor? scale, "
+    "Tensor? zero_point) -> (Tensor, Tensor, Tensor)"
+)
 library.define("silu_mul_int8(Tensor gate_up, int mode, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor)")
+library.define(
+    "activation_int8(Tensor x, str activation, int mode, Tensor? scale, Tensor? zero_point) -> (Tensor, Tensor)"
+)
+MOST_COLUMNS = 32768  # that a block of threads holds in registers
 
 
 def quantize_int8_ref(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
@@ -66,22 +89,144 @@ def add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) -> 
     return *_quantize(_rms_norm(total, weight, eps), mode, scale, zero_point), total
 
 
+def layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
+    """x [..., n], weight, bias [n] -> codes int8 [..., n], scale."""
+    return _quantize(layer_norm(x, weight.shape, weight, bias, eps), mode, scale, zero_point)
+
+
+def add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor, Tensor]:
+    """x, residual [..., n], weight, bias [n] -> codes int8 [..., n], scale, x + residual."""
+    total = x + residual
+    return *layer_norm_int8_ref(total, weight, bias, eps, mode, scale, zero_point), total
+
+
 def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """gate_up [..., 2 n], the gate first -> codes int8 [..., n], scale."""
     gate, up = gate_up.chunk(2, -1)
     return _quantize(silu(gate) * up, mode, scale, zero_point)
 
 
-_REFERENCES = {
-    "quantize_int8": quantize_int8_ref,
-    "quantize_int8_static": quantize_int8_static_ref,
-    "rms_norm_int8": rms_norm_int8_ref,
-    "add_rms_norm_int8": add_rms_norm_int8_ref,
-    "silu_mul_int8": silu_mul_int8_ref,
-}
-for _name, _reference in _REFERENCES.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _reference, _key)
+ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
+
+
+def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
+    """x [..., n], one of ACTIVATIONS -> codes int8 [..., n], scale."""
+    return _quantize(ACTIVATIONS[activation](x), mode, scale, zero_point)
+
+
+# As fused_quant.cu numbers what it does to a row.
+_QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = range(6)
+_ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8}
+
+
+def source(op: int, static: bool, threads: int, parts: int, vectors: bool, dtype: torch.dtype) -> str:
+    macros = {"OP": op, "STATIC": int(static), "THREADS": threads, "V": parts, "VECTORS": int(vectors)}
+    return jit.source("fused_quant.cu", **macros, BF16=int(dtype == torch.bfloat16))
+
+
+@functools.cache
+def _kernel(op: int, static: bool, threads: int, parts: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("fused_quant", source(op, static, threads, parts, vectors, dtype), threads, overlaps=True)
+
+
+def block_for(columns: int) -> tuple[int, int]:
+    """Threads of a block, and of how many times 8 elements each, for a row."""
+    eights = -(-columns // 8)
+    parts = 1 if eights <= 256 else 2 if eights <= 2048 else 4
+    return -(-eights // parts // 32) * 32, parts
+
+
+def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
+    """Codes, scale and the sum with `residual`; None where references must serve."""
+    given = [t for t in (residual, weight, bias) if t is not None]
+    if (
+        jit.why_not(x.device) is not None
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or not 0 < n <= MOST_COLUMNS
+        or (scale is None and mode == PER_TENSOR)
+        or any(t.dtype != x.dtype or t.device != x.device for t in given)
+        or any(t is not None and (t.shape != (n,) or not t.is_contiguous()) for t in (weight, bias))
+        or (residual is not None and residual.shape != x.shape)
+        or (scale is not None and scale.dtype not in KINDS)
+    ):
+        return None
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    shape, rows = (*x.shape[:-1], n), x.numel() // x.shape[-1]
+    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
+    found = _scale_like(codes, mode, scale)
+    total = None if residual is None else torch.empty_like(x)
+    if rows == 0:
+        return codes, found, total
+    tensors = x, residual, weight, bias, codes, total
+    vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+    threads, parts = block_for(n)
+    _kernel(op, scale is not None, threads, parts, vectors, x.dtype)(
+        x.device,
+        rows,
+        *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias, scale)),
+        0 if scale is None else KINDS[scale.dtype],
+        *(0 if t is None else t.data_ptr() for t in (zero_point, codes, found, total)),
+        n,
+        struct.unpack("I", struct.pack("f", eps))[0],
+    )
+    return codes, found, total
+
+
+def _quantize_cuda(x, mode):
+    made = _run(_QUANTIZE, x, x.shape[-1], mode, None, None)
+    return quantize_int8_ref(x, mode) if made is None else made[:2]
+
+
+def _quantize_static_cuda(x, scale, zero_point):
+    made = _run(_QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
+    return quantize_int8_static_ref(x, scale, zero_point) if made is None else made[0]
+
+
+def _rms_norm_cuda(x, weight, eps, mode, scale, zero_point):
+    made = _run(_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
+    return rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) if made is None else made[:2]
+
+
+def _add_rms_norm_cuda(x, residual, weight, eps, mode, scale, zero_point):
+    made = _run(_ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
+    return add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) if made is None else made
+
+
+def _layer_norm_cuda(x, weight, bias, eps, mode, scale, zero_point):
+    made = _run(_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
+    return layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) if made is None else made[:2]
+
+
+def _add_layer_norm_cuda(x, residual, weight, bias, eps, mode, scale, zero_point):
+    made = _run(_ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
+    if made is None:
+        return add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point)
+    return made
+
+
+def _silu_mul_cuda(gate_up, mode, scale, zero_point):
+    made = _run(_SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
+    return silu_mul_int8_ref(gate_up, mode, scale, zero_point) if made is None else made[:2]
+
+
+def _activation_cuda(x, activation, mode, scale, zero_point):
+    made = _run(_ACTIVATION[activation], x, x.shape[-1], mode, scale, zero_point)
+    return activation_int8_ref(x, activation, mode, scale, zero_point) if made is None else made[:2]
+
+
+for _name, _reference, _on_card in (
+    ("quantize_int8", quantize_int8_ref, _quantize_cuda),
+    ("quantize_int8_static", quantize_int8_static_ref, _quantize_static_cuda),
+    ("rms_norm_int8", rms_norm_int8_ref, _rms_norm_cuda),
+    ("add_rms_norm_int8", add_rms_norm_int8_ref, _add_rms_norm_cuda),
+    ("layer_norm_int8", layer_norm_int8_ref, _layer_norm_cuda),
+    ("add_layer_norm_int8", add_layer_norm_int8_ref, _add_layer_norm_cuda),
+    ("silu_mul_int8", silu_mul_int8_ref, _silu_mul_cuda),
+    ("activation_int8", activation_int8_ref, _activation_cuda),
+):
+    library.impl(_name, _reference, "CPU")
+    library.impl(_name, _on_card, "CUDA")
 
 
 def _scale_like(x: Tensor, mode: int, scale: Tensor | None = None) -> Tensor:
@@ -113,3 +258,18 @@ def _(x, residual, weight, eps, mode, scale, zero_point):
 def _(gate_up, mode, scale, zero_point):
     half = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=torch.int8)
     return half, _scale_like(half, mode, scale)
+
+
+@torch.library.register_fake("tilepress::layer_norm_int8")
+def _(x, weight, bias, eps, mode, scale, zero_point):
+    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale)
+
+
+@torch.library.register_fake("tilepress::add_layer_norm_int8")
+def _(x, residual, weight, bias, eps, mode, scale, zero_point):
+    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale), torch.empty_like(x)
+
+
+@torch.library.register_fake("tilepress::activation_int8")
+def _(x, activation, mode, scale, zero_point):
+    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale)
