@@ -335,42 +335,74 @@ def perplexity(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+_SHAPES = {  # of weights M x K, weights N x K, tokens x hidden
+    "spmm": "4096x4096,8192x8192,11008x4096,28672x8192,36864x9216",
+    "w8a8": "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192",
+    "fused": "64x4096,64x8192,4096x8192,16384x4096",
+}
+_COLUMNS = {"spmm": "1,8,16,32,64,128,256,512,1024,2048", "w8a8": "1,8,16,32,64,128,512,2048,8192"}
+
+
 @evaluate.command(epilog="Example: tilepress eval kernels spmm -o benchmarks/h200/spmm.json")
 def kernels(
-    what: Annotated[str, typer.Argument(metavar="spmm", help="Which kernel.")] = "spmm",
+    what: Annotated[str, typer.Argument(metavar="spmm|w8a8|fused", help="Which kernels.")] = "spmm",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
     ] = None,
     shapes: Annotated[
-        str, typer.Option(metavar="MxK,…", help="Of weights.")
-    ] = "4096x4096,8192x8192,11008x4096,28672x8192,36864x9216",
+        str | None,
+        typer.Option(
+            metavar="MxK,…",
+            help="Of weights, outputs x inputs; for fused, tokens x hidden size.",
+            show_default="the usual ones",
+        ),
+    ] = None,
     columns: Annotated[
-        str, typer.Option(metavar="LIST", help="N: columns of y, rows of the input.")
-    ] = "1,8,16,32,64,128,256,512,1024,2048",
-    sparsity: Annotated[str, typer.Option(metavar="LIST", help="Of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
-    dtype: Annotated[str, typer.Option(metavar="LIST", help="Of weights and x.")] = "float16,bfloat16",
+        str | None, typer.Option(metavar="LIST", help="Rows of the input.", show_default="1 to 2048, or to 8192")
+    ] = None,
+    sparsity: Annotated[str, typer.Option(metavar="LIST", help="spmm: of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
+    dtype: Annotated[
+        str, typer.Option(metavar="LIST", help="Of x, and of weights that are not INT8.")
+    ] = "float16,bfloat16",
     layouts: Annotated[
-        str, typer.Option(metavar="LIST", help="How weights are stored.")
+        str, typer.Option(metavar="LIST", help="spmm: how weights are stored.")
     ] = "tiled-csl,tiled-bitmap,tiled-bitmap-int8",
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="w8a8: try every configuration and write the table that the kernel chooses from."),
+    ] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the CUDA kernels on this card, each checked against float64 first, against cuBLAS and the memory's read bandwidth."""
-    from tilepress.eval import kernels as bench
+    """Time the CUDA kernels on this card, each checked first, against cuBLAS or eager PyTorch and the memory's read bandwidth."""
+    from tilepress.eval import int8_kernels, kernels as bench
 
-    if what != "spmm":
-        raise UsageError(f"no benchmark {what!r}", "choose spmm")
-    cases = (
-        layouts.split(","),
-        [parse_shape(text) for text in shapes.split(",")],
-        parse_list(columns, "columns"),
-        [parse_share(text) for text in sparsity.split(",")],
-        [parse_dtype(name) for name in dtype.split(",")],
-    )
+    if what not in _SHAPES:
+        raise UsageError(f"no benchmark {what!r}", f"choose one of {', '.join(_SHAPES)}")
+    if tune and (what != "w8a8" or output is None):
+        raise UsageError("--tune writes a table for w8a8", "tilepress eval kernels w8a8 --tune -o w8a8_gemm.json")
+    sizes = [parse_shape(text) for text in (_SHAPES[what] if shapes is None else shapes).split(",")]
+    counts = parse_list(_COLUMNS.get(what, "1") if columns is None else columns, "columns")
+    dtypes = [parse_dtype(name) for name in dtype.split(",")]
+    layout_names, shares = layouts.split(","), [parse_share(text) for text in sparsity.split(",")]
+
+    def progress(at: str) -> None:
+        if not quiet:
+            say(at)
+
     if output is not None:  # what cannot be written is told before the work
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
-    found = bench.spmm(*cases, lambda at: None if quiet else say(at))
+    if tune:
+        rows = counts if columns else int8_kernels.TUNED_ROWS
+        int8_kernels.write_table(int8_kernels.tune(sizes, rows, progress), output)
+        return
+    if what == "spmm":
+        found = bench.spmm(layout_names, sizes, counts, shares, dtypes, progress)
+    elif what == "w8a8":
+        found = int8_kernels.gemm(sizes, counts, dtypes, progress)
+    else:
+        found = int8_kernels.fused(sizes, dtypes, progress)
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=2) if json_ else screen.kernels_text(found))

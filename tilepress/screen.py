@@ -275,26 +275,61 @@ def inspection_text(found: dict, memory_gib: float) -> str:
     return table(title, head, rows) + f"\n\n  {total}" + cache
 
 
+def _times(row: dict) -> list[str]:
+    return [f"{row['us']:.1f}", f"{row['us_dense']:.1f}", f"{row['speedup']:.2f}"]
+
+
 def kernels_text(found: dict) -> str:
-    """A row a case."""
-    rows = [
-        [
-            f"{row['M']} x {row['K']}",
-            str(row["N"]),
-            f"{row['sparsity']:.0%}",
-            row["layout"],
-            row["value_dtype"],
-            f"{row['us']:.1f}",
-            f"{row['us_dense']:.1f}",
-            f"{row['speedup']:.2f}",
-            f"{row['share_of_read']:.0%}",
-            f"{row['rel_err']:.0e}",
+    """A row a case, of one kind of kernels."""
+    rows = found["rows"]
+    if all(row["op"] == "spmm" for row in rows):
+        head = [
+            "M x K",
+            "N",
+            "zeros",
+            "layout",
+            "values",
+            "us",
+            "cuBLAS us",
+            "times as fast",
+            "of read bandwidth",
+            "error",
         ]
-        for row in found["rows"]
-    ]
+        cells = [
+            [
+                f"{row['M']} x {row['K']}",
+                str(row["N"]),
+                f"{row['sparsity']:.0%}",
+                row["layout"],
+                row["value_dtype"],
+                *_times(row),
+                f"{row['share_of_read']:.0%}",
+                f"{row['rel_err']:.0e}",
+            ]
+            for row in rows
+        ]
+    elif "tokens" in rows[0]:
+        head = ["op", "tokens x hidden", "dtype", "us", "eager us", "times as fast", "of the floor"]
+        cells = [
+            [row["op"], f"{row['tokens']} x {row['hidden']}", row["dtype"], *_times(row), f"{row['of_floor']:.2f}"]
+            for row in rows
+        ]
+    else:
+        head = ["op", "N x K", "M", "dtype", "us", "cuBLAS us", "times as fast", "TOPS", "of read bandwidth"]
+        cells = [
+            [
+                row["op"],
+                f"{row['N']} x {row['K']}",
+                str(row["M"]),
+                row["dtype"],
+                *_times(row),
+                f"{row['tops']:.0f}",
+                f"{row['share_of_read']:.0%}",
+            ]
+            for row in rows
+        ]
     title = f"{found['env']['card']}, torch {found['env']['torch']}: reads {found['read_gbps'] / 1000:.2f} TB/s"
-    head = ["M x K", "N", "zeros", "layout", "values", "us", "cuBLAS us", "times as fast", "of read bandwidth", "error"]
-    return table(title, head, rows)
+    return table(title, head, cells)
 
 
 def with_error(value: float, stderr: float | None) -> str:

@@ -1,15 +1,18 @@
 """`eval kernels`: what it refuses, and on a card the fields of its rows."""
 
+import itertools
 import json
 import re
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tilepress.eval import kernels
+from tilepress.eval import int8_kernels, kernels
 from tilepress.formats import TilepressError
-from tilepress.kernels import jit, read_bandwidth
+from tilepress.kernels import jit, read_bandwidth, w8a8_gemm
+from tilepress.screen import kernels_text
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,9 @@ from tilepress.kernels import jit, read_bandwidth
         (["spmm", "--sparsity", "0.5,100%"], "zeros alone"),
         (["spmm", "--shapes", ""], "is no shape"),
         (["spmm", "--layouts", "csr"], "--layouts csr is unknown"),
+        (["spmm", "--tune", "-o", "table.json"], "--tune writes a table for w8a8"),
+        (["w8a8", "--tune"], "--tune writes a table for w8a8"),
+        (["w8a8", "--shapes", "8192"], "is no shape"),
     ],
 )
 def test_wrong_requests_end_with_2(cli, words, message):
@@ -58,8 +64,10 @@ def test_copies_are_more_than_twice_the_cache(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a card")
-def test_without_a_card_nothing_is_timed(cli):
-    ran = cli("eval", "kernels", "spmm")
+@pytest.mark.parametrize("words", [["spmm"], ["w8a8"], ["fused"], ["w8a8", "--tune", "-o", "table.json"]])
+def test_without_a_card_nothing_is_timed(cli, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = cli("eval", "kernels", *words)
     assert ran.code == 2 and "no CUDA card is visible" in ran.err
 
 
@@ -89,3 +97,37 @@ def test_rows_of_a_small_run():
         assert 1 < row["us"] < 100 and row["speedup"] == pytest.approx(row["us_dense"] / row["us"])
         assert row["gbps"] == pytest.approx(row["bytes"] / row["us"] / 1000) and 0 <= row["us_spread"] < 1
         assert row["share_of_read"] == pytest.approx(row["gbps"] / found["read_gbps"])
+
+
+@pytest.mark.gpu
+def test_rows_of_a_small_run_of_int8():
+    found = int8_kernels.gemm([(1024, 2048)], [1, 100], [torch.bfloat16], lambda _: None)
+    cases = [(row["M"], row["op"]) for row in found["rows"]]
+    assert cases == list(itertools.product((1, 100), ("w8a8_gemm", "w8a16_gemm")))
+    for row in found["rows"]:
+        assert row["speedup"] == pytest.approx(row["us_dense"] / row["us"]) and "on cuda" in row["path"]
+    assert "w8a16_gemm" in kernels_text(found)
+
+
+@pytest.mark.gpu
+def test_rows_of_a_small_run_of_fused_ops():
+    found = int8_kernels.fused([(50, 1000)], [torch.float16], lambda _: None)
+    assert len(found["rows"]) == 10 and "silu_mul_int8" in kernels_text(found)
+    for row in found["rows"]:
+        assert 0 < row["us_floor"] < row["us"] < row["us_dense"], row
+
+
+@pytest.mark.gpu
+def test_a_tuned_table_is_read_back(tmp_path, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper card")
+    found = int8_kernels.tune([(1024, 2048)], [8], lambda _: None)
+    int8_kernels.write_table(found, tmp_path / "w8a8_gemm.json")
+    monkeypatch.setattr(w8a8_gemm.jit, "FOLDER", tmp_path)
+    w8a8_gemm._table.cache_clear()
+    w8a8_gemm.configuration_for.cache_clear()
+    try:
+        assert list(astuple(w8a8_gemm.configuration_for(3, 1024, 2048))) == found["rows"][0][3:9]
+    finally:
+        w8a8_gemm._table.cache_clear()
+        w8a8_gemm.configuration_for.cache_clear()

@@ -259,7 +259,7 @@ def test_wrong_arguments(wrong):
 
 def test_configurations_fit_a_multiprocessor():
     for m, n, k in itertools.product((1, 9, 17, 33, 65, 129, 5000), (8, 4096, 57344), (16, 4096, 28672)):
-        chosen = configuration_for(m, n, k, 132)
+        chosen = configuration_for(m, n, k)
         assert chosen.shared_bytes <= 227 * 1024 and chosen.grid(m, n, 132) % chosen.split == 0 < chosen.grid(m, n, 132)
 
 

@@ -27,7 +27,9 @@ _REPLAYS = 15
 _GRAPH_US = 2000  # of work in a graph, at least
 
 
-def time_us(launch: Callable[[int], object], copies: int, guess_us: float) -> tuple[float, float]:
+def time_us(
+    launch: Callable[[int], object], copies: int, guess_us: float, replays: int = _REPLAYS
+) -> tuple[float, float]:
     """Median microseconds of a launch, and the spread of the middle half of the replays relative to it. `launch(i)` works on copy i."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -44,7 +46,7 @@ def time_us(launch: Callable[[int], object], copies: int, guess_us: float) -> tu
     graph.replay()
     torch.cuda.synchronize()
     times = []
-    for _ in range(_REPLAYS):
+    for _ in range(replays):
         start.record()
         graph.replay()
         end.record()

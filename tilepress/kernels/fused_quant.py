@@ -215,16 +215,21 @@ def _activation_cuda(x, activation, mode, scale, zero_point):
     return activation_int8_ref(x, activation, mode, scale, zero_point) if made is None else made[:2]
 
 
-for _name, _reference, _on_card in (
-    ("quantize_int8", quantize_int8_ref, _quantize_cuda),
-    ("quantize_int8_static", quantize_int8_static_ref, _quantize_static_cuda),
-    ("rms_norm_int8", rms_norm_int8_ref, _rms_norm_cuda),
-    ("add_rms_norm_int8", add_rms_norm_int8_ref, _add_rms_norm_cuda),
-    ("layer_norm_int8", layer_norm_int8_ref, _layer_norm_cuda),
-    ("add_layer_norm_int8", add_layer_norm_int8_ref, _add_layer_norm_cuda),
-    ("silu_mul_int8", silu_mul_int8_ref, _silu_mul_cuda),
-    ("activation_int8", activation_int8_ref, _activation_cuda),
-):
+REFERENCES = {
+    "quantize_int8": quantize_int8_ref,
+    "quantize_int8_static": quantize_int8_static_ref,
+    "rms_norm_int8": rms_norm_int8_ref,
+    "add_rms_norm_int8": add_rms_norm_int8_ref,
+    "layer_norm_int8": layer_norm_int8_ref,
+    "add_layer_norm_int8": add_layer_norm_int8_ref,
+    "silu_mul_int8": silu_mul_int8_ref,
+    "activation_int8": activation_int8_ref,
+}
+_ON_CARD = (
+    *(_quantize_cuda, _quantize_static_cuda, _rms_norm_cuda, _add_rms_norm_cuda),
+    *(_layer_norm_cuda, _add_layer_norm_cuda, _silu_mul_cuda, _activation_cuda),
+)
+for (_name, _reference), _on_card in zip(REFERENCES.items(), _ON_CARD, strict=True):
     library.impl(_name, _reference, "CPU")
     library.impl(_name, _on_card, "CUDA")
 

@@ -6,6 +6,8 @@ cards from sm_80 on, columns that are no multiple of 16 and rows of w that are n
 """
 
 import functools
+import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,7 +28,7 @@ library.define(
 _MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
 _MOST_WITH_ZERO_POINT = (1 << 31) // (128 * 255) - 1  # the same of x's codes less their zero point
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh counts them
-_SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
+SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
 
 
 def int_mm(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +85,11 @@ class Configuration:
     @property
     def blocks(self) -> int:
         """Of a multiprocessor."""
-        return 2 if 2 * (self.shared_bytes + 1024) <= _SHARED_BYTES else 1
+        return 2 if self.fits(2, SHARED_BYTES) else 1
+
+    def fits(self, blocks: int, shared_bytes: int) -> bool:
+        """Whether so many blocks have room in a multiprocessor's shared memory."""
+        return blocks * (self.shared_bytes + 1024) <= shared_bytes
 
     def source(self, dtype: torch.dtype) -> str:
         macros = {
@@ -117,16 +123,22 @@ def mma_source(dtype: torch.dtype) -> str:
     return jit.source("w8a8_mma.cu", BF16=int(dtype == torch.bfloat16))
 
 
+@functools.cache
+def _table() -> dict[int, list[tuple[int, int, Configuration]]]:
+    """By M: N, K and the configuration that was fastest for them, as `tilepress eval kernels w8a8 --tune` measured on an H200."""
+    table: dict[int, list[tuple[int, int, Configuration]]] = {}
+    for m, n, k, *chosen, _us in json.loads((jit.FOLDER / "w8a8_gemm.json").read_text())["rows"]:
+        table.setdefault(m, []).append((n, k, Configuration(*chosen)))
+    return table
+
+
 @functools.lru_cache(maxsize=4096)
-def configuration_for(m: int, n: int, k: int, multiprocessors: int) -> Configuration:
-    tokens = next((tokens for tokens in (8, 16, 32, 64, 128) if m <= tokens), 256)
-    if tokens <= 64:
-        split = 2 if -(-n // 64) <= multiprocessors else 1
-        stages = {8: 5, 16: 5, 32: 4, 64: 3}[tokens]
-        return Configuration(1, tokens, 2, stages, split)
-    if tokens == 128:
-        return Configuration(2, 128, 1, 6)
-    return Configuration(2, 256, 1, 4, together=4)
+def configuration_for(m: int, n: int, k: int) -> Configuration:
+    """That of the nearest weight in the table, for the least M there that is not below m."""
+    table = _table()
+    rows = table[min((known for known in table if known >= m), default=max(table))]
+    _, _, chosen = min(rows, key=lambda row: 2 * abs(math.log2(n / row[0])) + abs(math.log2(k / row[1])))
+    return chosen
 
 
 _ROW_SUMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -166,9 +178,28 @@ def _cuda(
     check_scales(x, (("x_scale", x_scale, m), ("weight_scale", weight_scale, n)), bias, n)
     if x_zero_point is not None and (x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8):
         raise ValueError("a zero point is one int8 number")
-    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     if m == 0:
-        return y.view(*x.shape[:-1], n)
+        return torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
+    chosen = None
+    if _uses_wgmma(x.device, n, k) and flat.data_ptr() % 16 == weight.data_ptr() % 16 == 0:
+        chosen = configuration_for(m, n, k)
+    y = multiply(chosen, flat, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+def multiply(
+    chosen: Configuration | None,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The op on a card for x [m, k], contiguous: by w8a8_gemm.cu as `chosen`, or None: by w8a8_mma.cu."""
+    (m, k), n = x.shape, len(weight)
+    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     is_ready, weight = weight.is_contiguous(), weight.contiguous()  # or a kernel still writes it
     x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
     kinds = KINDS[x_scale.dtype] | KINDS[weight_scale.dtype] << 4 | (0 if bias is None else KINDS[bias.dtype] << 8)
@@ -185,16 +216,15 @@ def _cuda(
         n,
         k,
     )
-    vectors = k % 16 == 0 and flat.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if vectors and _uses_wgmma(x.device, n, k):
-        chosen = configuration_for(m, n, k, jit.multiprocessors(x.device))
-        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(flat, chosen.tokens, 128)
+    if chosen is not None:
+        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(x, chosen.tokens, 128)
         grid = chosen.grid(m, n, jit.multiprocessors(x.device))
         _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
     else:
+        vectors = k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
         grid = -(-n // 64) * -(-m // 64)
-        _mma_kernel(out_dtype)(x.device, grid, weight.data_ptr(), flat.data_ptr(), *arguments, int(vectors))
-    return y.view(*x.shape[:-1], n)
+        _mma_kernel(out_dtype)(x.device, grid, weight.data_ptr(), x.data_ptr(), *arguments, int(vectors))
+    return y
 
 
 def check_scales(x: Tensor, scales: Iterable[tuple[str, Tensor, int]], bias: Tensor | None, n: int) -> None:
