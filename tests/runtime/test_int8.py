@@ -6,20 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import few_words, quantize
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tilepress
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import Checkpoint
-from tilepress.runtime import int8 as runtime
-from tilepress.runtime.int8 import Int8Linear, MergedInt8Linear, fuse
+from tilepress.runtime import int8_layers
+from tilepress.runtime.int8 import Int8Linear, MergedInt8Linear
+from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.loader import paths
 
 TEXT = few_words()
@@ -88,7 +91,7 @@ def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monke
     (theirs, layers), model = stock_run(tmp_path / "out", tmp_path), tilepress.load(tmp_path / "out")
     ours = logits(model)
     assert len(layers) == 14
-    monkeypatch.setattr(runtime, "_FUSABLE", ())
+    monkeypatch.setattr(int8_layers, "_FAMILIES", {})
     separate = tilepress.load(tmp_path / "out")
     for name, (x, y) in layers.items():
         torch.testing.assert_close(separate.get_submodule(name)(x), y, rtol=1e-5, atol=1e-5 * float(y.abs().max()))
@@ -116,12 +119,13 @@ def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
-def test_merged_layers_equal_separate_ones(checkpoint_of, tmp_path, monkeypatch, family, scheme):
+@pytest.mark.parametrize("family,merges", [("llama", 4), ("llama-tied", 4), ("qwen2", 4), ("opt", 2), ("gpt2", 0)])
+def test_fused_layers_equal_separate_ones(checkpoint_of, tmp_path, monkeypatch, family, merges, scheme):
     quantize(checkpoint_of(family), tmp_path / "out", **SCHEMES[scheme])
     merged = tilepress.load(tmp_path / "out")
-    assert sum(isinstance(m, MergedInt8Linear) for m in merged.modules()) == 4
-    monkeypatch.setattr(runtime, "_FUSABLE", ())
+    assert sum(isinstance(m, MergedInt8Linear) for m in merged.modules()) == merges
+    assert sum(type(m).__name__.startswith("Int8") and "Linear" not in type(m).__name__ for m in merged.modules()) == 2
+    monkeypatch.setattr(int8_layers, "_FAMILIES", {})
     separate = tilepress.load(tmp_path / "out")
     assert not any(isinstance(m, MergedInt8Linear) for m in separate.modules())
     torch.testing.assert_close(logits(merged), logits(separate), rtol=2e-2, atol=2e-3)
@@ -351,6 +355,49 @@ def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
     model = tilepress.load(tmp_path / "out", device_map=places, offload_folder=tmp_path / "offload")
     assert type(model.model.layers[0].mlp.up_proj) is Int8Linear
     torch.testing.assert_close(logits(model), logits(tilepress.load(tmp_path / "out")), rtol=2e-2, atol=2e-3)
+
+
+class Counted(TorchDispatchMode):
+    """How often each of our ops ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tilepress":
+            self.calls[func._schema.name.removeprefix("tilepress::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "family,fused",
+    [
+        ("llama", {"rms_norm_int8": 2, "add_rms_norm_int8": 2, "silu_mul_int8": 2}),
+        ("opt", {"layer_norm_int8": 2, "add_layer_norm_int8": 2, "activation_int8": 2}),
+        ("gpt2", {"layer_norm_int8": 2, "add_layer_norm_int8": 2, "activation_int8": 2}),
+    ],
+)
+def test_only_the_attentions_output_is_quantized_by_itself(checkpoint_of, tmp_path, family, fused, device):
+    """Of two layers: what runs beside four GEMMs each."""
+    quantize(checkpoint_of(family), tmp_path / "out")
+    model = tilepress.load(tmp_path / "out", device=device)
+    with Counted() as counted:
+        logits(model)
+    assert counted.calls == {"w8a8_gemm": 8, "quantize_int8": 2} | fused
+
+
+@pytest.mark.gpu
+def test_launches_of_a_layer(checkpoint_of, tmp_path):
+    """Four GEMMs and four kernels that quantize, nothing else of ours, and no float product of a weight."""
+    quantize(checkpoint_of("llama"), tmp_path / "out")
+    model = tilepress.load(tmp_path / "out", device="cuda")
+    logits(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        logits(model)
+    names = Counter(event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    assert names["w8a8_gemm"] == names["fused_quant"] == 8, names
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@
 
 #include "scales.cuh"
 
-enum { QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH };
+enum { QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL, RELU, GELU, GELU_TANH, GELU_NEW };
 #define ADDS (OP == ADD_RMS_NORM || OP == ADD_LAYER_NORM)
 #define IS_RMS (OP == RMS_NORM || OP == ADD_RMS_NORM)
 #define IS_LAYER (OP == LAYER_NORM || OP == ADD_LAYER_NORM)
@@ -120,6 +120,10 @@ __device__ __forceinline__ float activation(float x) {
   if (OP == RELU) return x > 0.f || x != x ? x : 0.f;
   if (OP == GELU) return x * 0.5f * (1.f + erff(x * 0.70710678118654752440f));
   if (OP == GELU_TANH) return 0.5f * x * (1.f + tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+  if (OP == GELU_NEW) {                       // transformers' NewGELUActivation: a module of many operations
+    const float inner = rounded(0.79788456080286535588f * rounded(x + rounded(0.044715f * rounded(x * x * x))));
+    return rounded(0.5f * x) * rounded(1.f + rounded(tanhf(inner)));
+  }
   return x / (1.f + __expf(-x));              // SiLU
 }
 
@@ -147,7 +151,7 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
     row.store(total + mine, n);
   }
   if (GATED) row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other(p, i)); });
-  if (OP == RELU || OP == GELU || OP == GELU_TANH) row.each([&](float v, int, int) { return rounded(activation(v)); });
+  if (OP >= RELU) row.each([&](float v, int, int) { return rounded(activation(v)); });
   if (IS_RMS) {
     const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), places[0]);
     const float inverse = rsqrtf(squares / n + eps);

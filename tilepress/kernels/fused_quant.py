@@ -7,7 +7,7 @@
     layer_norm_int8          the two with LayerNorm
     add_layer_norm_int8
     silu_mul_int8            [gate | up] -> silu(gate) * up -> codes, scale
-    activation_int8          x -> relu, gelu or gelu_tanh -> codes, scale
+    activation_int8          x -> relu, gelu, gelu_tanh or gelu_new -> codes, scale
 
 `mode` is 0 per token, 1 per tensor; with `scale` given (static) it does not matter and a copy of `scale` is returned. Codes are int8 of
 x's shape, scales float32 [..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and
@@ -19,6 +19,7 @@ runs by the references.
 """
 
 import functools
+import math
 import struct
 from functools import partial
 
@@ -106,7 +107,12 @@ def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]
     return _quantize(silu(gate) * up, mode, scale, zero_point)
 
 
-ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
+def gelu_new(x: Tensor) -> Tensor:
+    """As transformers' NewGELUActivation, which rounds after each operation."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "gelu_new": gelu_new}
 
 
 def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
@@ -116,7 +122,7 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
 
 # As fused_quant.cu numbers what it does to a row.
 _QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = range(6)
-_ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8}
+_ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 
 def source(op: int, static: bool, threads: int, parts: int, vectors: bool, dtype: torch.dtype) -> str:

@@ -1,15 +1,7 @@
-"""INT8 linear layers, and decoder layers in which they share a quantized input.
-
-`Int8Linear` takes the place of any linear layer. `fuse` turns decoder layers of the Llama kind into ones in which q, k and v are one GEMM,
-gate and up another, both norms quantize what they make and SiLU-mul quantizes for the last GEMM: three fused ops and four GEMMs, of
-which o's quantizes its input, the attention's output, by itself.
-"""
-
-from functools import cache
+"""INT8 linear layers: `Int8Linear` takes the place of any linear layer, `MergedInt8Linear` of several that have one input."""
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
@@ -78,6 +70,11 @@ class Int8Linear(nn.Module):
     def matrix(self) -> Tensor:
         """[out, in], whatever way round it is stored."""
         return self.weight[0].t() if self.transposed else self.weight
+
+    def lay_out(self) -> None:
+        """Gives `matrix` rows that follow one another in memory, as kernels read them; shapes stay."""
+        if self.transposed and not self.weight.is_meta:
+            self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
 
     @property
     def path(self) -> str:
@@ -155,92 +152,19 @@ def _split(module: MergedInt8Linear, state: dict, prefix: str, _) -> None:
             state[f"{outer}{name}.{part}"] = own.clone()
 
 
+def quantizes(linear: nn.Module) -> bool:
+    """Whether a layer multiplies codes, and so can take them from what makes its input."""
+    return type(linear) is Int8Linear and linear.scheme.activations != "none"
+
+
 def mergeable(linears: list[nn.Module]) -> bool:
     """Whether linear layers can be one GEMM: all W8A8, of one scheme and one input scale."""
-    if not all(type(linear) is Int8Linear and not linear.transposed for linear in linears):
+    if not all(quantizes(linear) and not linear.transposed for linear in linears):
         return False
-    if len({(linear.scheme, linear.in_features) for linear in linears}) > 1 or linears[0].scheme.activations == "none":
+    if len({(linear.scheme, linear.in_features) for linear in linears}) > 1:
         return False
     return all(
         a is None or torch.equal(a, b)
         for linear in linears[1:]
         for a, b in zip(linears[0].static, linear.static, strict=True)
     )
-
-
-class _Slice(nn.Module):
-    """Where a projection was: takes its part of what the merged one gave."""
-
-    def __init__(self, first: int, end: int):
-        super().__init__()
-        self.first, self.end = first, end
-
-    def forward(self, merged: Tensor) -> Tensor:
-        return merged[..., self.first : self.end]
-
-
-# Decoder layers that are: norm, attention of q, k, v, o, residual, norm, down(silu(gate) * up), residual, and nothing else.
-_FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-
-
-def fuse(model: nn.Module) -> int:
-    """Merges projections and fuses norms and activations with quantization where a decoder layer fits; returns how many do."""
-    count = 0
-    for layer in list(model.modules()):
-        if type(layer).__name__ in _FUSABLE and _fits(layer):
-            attention, mlp = layer.self_attn, layer.mlp
-            attention.qkv_proj = MergedInt8Linear(
-                {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")}
-            )
-            first = 0
-            for name, size in zip(attention.qkv_proj.names, attention.qkv_proj.sizes, strict=True):
-                setattr(attention, name, _Slice(first, first + size))
-                first += size
-            mlp.gate_up_proj = MergedInt8Linear({name: getattr(mlp, name) for name in ("gate_proj", "up_proj")})
-            del mlp.gate_proj, mlp.up_proj
-            layer.__class__ = _fused_class(type(layer))
-            count += 1
-    return count
-
-
-def _fits(layer: nn.Module) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    places = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
-    if len(places) > 1 or torch.device("meta") in places or any(hasattr(m, "_hf_hook") for m in layer.modules()):
-        return False  # accelerate moves tensors and calls forward itself
-    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
-    return (
-        isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
-        and all(map(mergeable, groups))
-        and all(mergeable([linear]) for linear in (attention.o_proj, mlp.down_proj))
-    )
-
-
-@cache
-def _fused_class(kind: type) -> type:
-    """A subclass of the layer's own class with another forward: whatever asks for an instance of it, or its attributes, finds them."""
-
-    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        qkv, gate_up, down = self.self_attn.qkv_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-        norm, dtype = self.input_layernorm, hidden_states.dtype
-        codes = ops.rms_norm_int8(hidden_states, norm.weight, norm.variance_epsilon, qkv.mode, *qkv.static)
-        # Attention reads its input only through q, k and v, which are slices of this product.
-        out, _ = self.self_attn(qkv.multiply(*codes, dtype), *args, **kwargs)
-        norm = self.post_attention_layernorm
-        *codes, hidden_states = ops.add_rms_norm_int8(
-            out, hidden_states, norm.weight, norm.variance_epsilon, gate_up.mode, *gate_up.static
-        )
-        codes = ops.silu_mul_int8(gate_up.multiply(*codes, dtype), down.mode, *down.static)
-        return hidden_states + down.multiply(*codes, dtype)
-
-    def reduce(self, _protocol):
-        return _empty_layer, (kind,), self.__dict__
-
-    members = {"forward": forward, "__reduce_ex__": reduce, "__doc__": _fused_class.__doc__}
-    return type(f"Int8{kind.__name__}", (kind,), members)
-
-
-def _empty_layer(kind: type) -> nn.Module:
-    """For unpickling: the class is made anew."""
-    made = _fused_class(kind)
-    return made.__new__(made)

@@ -5,7 +5,8 @@ import torch
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
 from tilepress.runtime import kv_cache
-from tilepress.runtime.int8 import Int8Linear, fuse
+from tilepress.runtime.int8 import Int8Linear
+from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.plugin import METHOD, register
 
@@ -69,6 +70,9 @@ def load(
                 "the checkpoint does not fit its config.json",
             )
     model = model.eval() if "device_map" in kwargs else model.eval().to(device)
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            module.lay_out()
     fuse(model)
     if calibration is not None:
         kv_cache.install(model, calibration)
