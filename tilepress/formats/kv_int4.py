@@ -307,7 +307,7 @@ def write_pages(pages: Tensor, slots: Tensor, key_rows: Tensor, value_rows: Tens
     """Stores rows uint8 [tokens, heads, row_bytes] at `slots` int64 [tokens] (page * 64 + place in the page; -1 is skipped; no slot twice)
     of pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages, ValueError for pages of another
     format or number of heads."""
-    _check_pages(pages, key_rows.shape[1], form)
+    check_pages(pages, key_rows.shape[1], form)
     if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < pages.shape[0] * PAGE_TOKENS):
         raise IndexError(
             f"slots {int(slots.min())} .. {int(slots.max())} are beyond {pages.shape[0]} pages of {PAGE_TOKENS}"
@@ -323,7 +323,7 @@ def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tup
     """The key and value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`.
 
     Raises IndexError for a table that is too short or names no page, ValueError for pages of another format."""
-    _check_pages(pages, pages.shape[1], form)
+    check_pages(pages, pages.shape[1], form)
     used = table[: -(-length // PAGE_TOKENS)].long()
     if not 0 <= length <= table.numel() * PAGE_TOKENS:
         raise IndexError(f"{length} tokens, the block table has {table.numel()} pages of {PAGE_TOKENS}")
@@ -335,7 +335,8 @@ def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tup
     return rows[0, :length], rows[1, :length]
 
 
-def _check_pages(pages: Tensor, heads: int, form: KVFormat) -> None:
+def check_pages(pages: Tensor, heads: int, form: KVFormat) -> None:
+    """Raises ValueError for pages of another format or number of heads."""
     if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[1:] != (heads, form.page_bytes):
         raise ValueError(
             f"pages {list(pages.shape)} of {pages.dtype} do not hold {form.name} rows of {heads} heads: uint8 [n, {heads}, {form.page_bytes}]"

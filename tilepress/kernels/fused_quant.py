@@ -20,7 +20,6 @@ runs by the references.
 
 import functools
 import math
-import struct
 from functools import partial
 
 import torch
@@ -174,7 +173,7 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         0 if scale is None else KINDS[scale.dtype],
         *(0 if t is None else t.data_ptr() for t in (zero_point, codes, found, total)),
         n,
-        struct.unpack("I", struct.pack("f", eps))[0],
+        jit.float_bits(eps),
     )
     return codes, found, total
 

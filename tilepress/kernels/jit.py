@@ -199,7 +199,7 @@ class Kernel:
     _libraries: list = field(default_factory=list)
 
     def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap") -> None:
-        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses too) and tensor maps, in order.
+        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses and `float_bits` too) and tensor maps, in order.
 
         Raises TilepressError with the compiler's log, or naming the driver's error."""
         index = device.index
@@ -251,6 +251,11 @@ class Kernel:
                 self._libraries.append(library)
                 self._handles[device.index] = int(_checked(driver.cuKernelGetFunction(kernel)))
         return self._handles[device.index]
+
+
+def float_bits(value: float) -> int:
+    """A float argument of a launch."""
+    return struct.unpack("I", struct.pack("f", value))[0]
 
 
 class TensorMap:

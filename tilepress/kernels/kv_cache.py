@@ -1,18 +1,23 @@
-"""Paged attention cache ops: quantize and append, read back, attend. References; formats/kv_int4.py has rows and pages.
+"""Paged attention cache ops: quantize and append, read back, attend; formats/kv_int4.py has rows and pages. Appending has a CUDA kernel, which gives the
+reference's bits; the others are references.
 
 Appending is one opaque op: a compiler that sees its casts may drop them and change codes. Attending needs no work per stored element for the
 calibration of a value x = mean + scale * (code * s + z): the keys' scale multiplies the query, their mean shifts all scores of a query
 alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from tilepress.formats.kv_int4 import (
     KVFormat,
+    check_pages,
     dequantize_rows,
     from_channels,
     hadamard,
+    page_order,
     quantize_rows,
     read_pages,
     row_bytes,
@@ -20,8 +25,9 @@ from tilepress.formats.kv_int4 import (
     to_channels,
     write_pages,
 )
-from tilepress.kernels import library
+from tilepress.kernels import jit, library
 
+_APPEND_THREADS = 128  # a warp for a row
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 _FORM = "int bits, int group_size, bool static, bool rotate, int refits"
 library.define(
@@ -73,14 +79,95 @@ def kv_append_ref(
 ) -> None:
     """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
     pages uint8 [num_pages, heads, page_bytes]. `rotate` is of the keys."""
-    form = KVFormat(key.shape[-1], bits, group_size, static)
+    form = _form_of(pages, key, value, bits, group_size, static)
+    key_rows = _rows(key, form, key_channels, key_fixed, key_clip, rotate, refits)
+    value_rows = _rows(value, form, value_channels, value_fixed, value_clip, False, refits)
+    write_pages(pages, slots, key_rows, value_rows, form)
+
+
+def _form_of(pages: Tensor, key: Tensor, value: Tensor, bits: int, group_size: int, static: bool) -> KVFormat:
     if not key.shape[1] == value.shape[1] == pages.shape[1]:
         raise ValueError(
             f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
         )
-    key_rows = _rows(key, form, key_channels, key_fixed, key_clip, rotate, refits)
-    value_rows = _rows(value, form, value_channels, value_fixed, value_clip, False, refits)
-    write_pages(pages, slots, key_rows, value_rows, form)
+    return KVFormat(key.shape[-1], bits, group_size, static)
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_append.cu counts them
+
+
+def append_source(form: KVFormat, dtype: torch.dtype) -> str:
+    macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
+    return jit.source("kv_append.cu", **macros, STATIC=int(form.static), KIND=_KINDS[dtype], BF16=0)
+
+
+@functools.cache
+def _append_kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("kv_append", append_source(form, dtype), _APPEND_THREADS, overlaps=True)
+
+
+@functools.cache
+def _order(form: KVFormat, device: torch.device) -> Tensor:
+    return page_order(form).to(device, torch.int32)
+
+
+def _append_cuda(
+    pages: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    key_channels: Tensor | None,
+    key_fixed: Tensor | None,
+    key_clip: float,
+    value_channels: Tensor | None,
+    value_fixed: Tensor | None,
+    value_clip: float,
+    bits: int,
+    group_size: int,
+    static: bool,
+    rotate: bool,
+    refits: int,
+) -> None:
+    """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
+    form = _form_of(pages, key, value, bits, group_size, static)
+    check_pages(pages, key.shape[1], form)
+    calibration = key_channels, key_fixed, value_channels, value_fixed
+    wanted = torch.float32, torch.float16, torch.float32, torch.float16
+    fits = all(
+        t is None or (t.dtype == dtype and t.is_contiguous()) for t, dtype in zip(calibration, wanted, strict=True)
+    )
+    known = key.dtype == value.dtype and key.dtype in _KINDS and slots.dtype == torch.int64
+    if jit.why_not(pages.device) is not None or not (fits and known and pages.is_contiguous()):
+        sides = key_channels, key_fixed, key_clip, value_channels, value_fixed, value_clip
+        return kv_append_ref(pages, key, value, slots, *sides, bits, group_size, static, rotate, refits)
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    tokens, heads, dim = key.shape
+    if key.shape != value.shape or slots.shape != (tokens,):
+        raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
+    if any(t is not None and t.device != pages.device for t in (key, value, slots, *calibration)):
+        raise ValueError("the arguments are on several devices")
+    if tokens == 0:
+        return None
+    _append_kernel(form, key.dtype)(
+        pages.device,
+        -(-tokens * heads * 2 // (_APPEND_THREADS // 32)),
+        pages.data_ptr(),
+        slots.contiguous().data_ptr(),
+        _order(form, pages.device).data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in (key_channels, value_channels, key_fixed, value_fixed)),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        *(jit.float_bits(0.5 * clip) for clip in (key_clip, value_clip)),
+        jit.float_bits(2 / form.max_code),
+        jit.float_bits((dim & -dim) ** -0.5),
+        int(rotate),
+        refits,
+        tokens,
+        heads,
+        len(pages),
+    )
+    return None
 
 
 def kv_read_ref(
@@ -159,8 +246,9 @@ def decode_attention_ref(
     return out.to(query.dtype)
 
 
+library.impl("kv_append", kv_append_ref, "CPU")
+library.impl("kv_append", _append_cuda, "CUDA")
 for _key in ("CPU", "CUDA"):
-    library.impl("kv_append", kv_append_ref, _key)
     library.impl("kv_read", kv_read_ref, _key)
     library.impl("decode_attention", decode_attention_ref, _key)
 
