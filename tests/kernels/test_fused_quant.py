@@ -138,8 +138,8 @@ def test_other_arguments_have_the_references(device):
 
 def test_blocks_hold_their_rows():
     for n in (*range(1, 70), *ROWS):
-        threads, parts = fused_quant.block_for(n)
-        assert threads % 32 == 0 and 32 <= threads <= 1024 and threads * parts * 8 >= n
+        chosen = fused_quant.configuration_for(n)
+        assert chosen.threads % 32 == 0 and 32 <= chosen.threads <= 1024 and chosen.threads * chosen.parts * 8 >= n
 
 
 @COMPILER
@@ -153,6 +153,6 @@ def test_the_kernel_keeps_rows_in_registers(arch):
         (8, 1000, False),
         (1, 32768, True),
     ):
-        source = fused_quant.source(op, False, *fused_quant.block_for(n), vectors, torch.bfloat16)
+        source = fused_quant.configuration_for(n).source(op, False, vectors, torch.bfloat16)
         found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
         assert found["spills"] <= (16 if n > 16384 else 0), (op, n, found)

@@ -6,7 +6,7 @@
 // saturate.
 //
 // Macros: OP, one of those below; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
-// any alignment); BF16. Grid: rows.
+// any alignment); BLOCKS of a multiprocessor; AHEAD 0 | 1: a block loads the next row before it works on one; BF16. With AHEAD a block takes every so many rows, else one.
 
 #include "scales.cuh"
 
@@ -127,52 +127,68 @@ __device__ __forceinline__ float activation(float x) {
   return x / (1.f + __expf(-x));              // SiLU
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bias, const void* scale, int scale_kind, const i8* zero_point, i8* codes,
-            float* scales, u16* total, int n, float eps) {
-  __shared__ float places[3][32];
-  const u64 mine = (u64)blockIdx.x * n;
-  Raw raw, factor, offset, other;
-  Row row;
+            float* scales, u16* total, int rows, int n, float eps) {
+  __shared__ float places[2][3][32];
+  Raw factor, offset;
   const auto load_factors = [&] {
     if (IS_RMS || IS_LAYER) factor.load(weight, n);
     if (IS_LAYER) offset.load(bias, n);
   };
-  if (V <= 2) load_factors();                 // more would not fit beside the row
+  if (V == 1) load_factors();                 // more would not fit beside the row
 #if __CUDA_ARCH__ >= 900
   launch_dependents();
   wait_for_grid();
 #endif
-  raw.load(x + mine * (GATED ? 2 : 1), n);
-  if (ADDS || GATED) other.load(ADDS ? residual + mine : x + 2 * mine + n, n);
-  row.each([&](float, int p, int i) { return raw(p, i); });
-  if (ADDS) {
-    row.each([&](float v, int p, int i) { return rounded(v + other(p, i)); });
-    row.store(total + mine, n);
-  }
-  if (GATED) row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other(p, i)); });
-  if (OP >= RELU) row.each([&](float v, int, int) { return rounded(activation(v)); });
-  if (IS_RMS) {
-    const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), places[0]);
-    const float inverse = rsqrtf(squares / n + eps);
-    if (V > 2) load_factors();
-    row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor(p, i)); });
-  }
-  if (IS_LAYER) {
-    const float mean = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v; }), places[0]) / n;
-    const float squares = all<Sum>(row.reduce(0.f, [=](float s, float v, int at) { return at < n ? s + (v - mean) * (v - mean) : s; }), places[1]);
-    const float inverse = rsqrtf(squares / n + eps);
-    if (V > 2) load_factors();
-    row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor(p, i) + offset(p, i)); });
-  }
-  float by, from = 0.f;
+  float given = 0.f, zero = 0.f;
   if (STATIC) {
-    by = Numbers{scale, scale_kind, 0}[0];
-    if (zero_point) from = *zero_point;
-  } else {
-    by = all<Max>(row.reduce(0.f, [=](float m, float v, int at) { return at < n ? Max::of(m, fabsf(v)) : m; }), places[2]) / 127.5f;
-    if (by == 0.f) by = 1.1920928955078125e-7f;
+    given = Numbers{scale, scale_kind, 0}[0];
+    if (zero_point) zero = *zero_point;
+    if (threadIdx.x == 0 && blockIdx.x == 0) scales[0] = given;
   }
-  if (threadIdx.x == 0 && (!STATIC || blockIdx.x == 0)) scales[blockIdx.x] = by;
-  write_codes(row, codes + mine, n, by, from);
+  const auto bring = [&](Raw& raw, Raw& other, int r) {
+    const u64 at = (u64)r * n;
+    raw.load(x + at * (GATED ? 2 : 1), n);
+    if (ADDS || GATED) other.load(ADDS ? residual + at : x + 2 * at + n, n);
+  };
+  Raw raw, other;
+  bring(raw, other, blockIdx.x);
+  for (int r = blockIdx.x, turn = 0; r < rows; r += gridDim.x, turn ^= 1) {
+    Raw next, next_other;
+    if (AHEAD && r + (int)gridDim.x < rows) bring(next, next_other, r + gridDim.x);
+    float (*place)[32] = places[turn];        // by turns: some warps may still read those of the row before
+    const u64 mine = (u64)r * n;
+    Row row;
+    row.each([&](float, int p, int i) { return raw(p, i); });
+    if (ADDS) {
+      row.each([&](float v, int p, int i) { return rounded(v + other(p, i)); });
+      row.store(total + mine, n);
+    }
+    if (GATED) row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other(p, i)); });
+    if (OP >= RELU) row.each([&](float v, int, int) { return rounded(activation(v)); });
+    if (IS_RMS) {
+      const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), place[0]);
+      const float inverse = rsqrtf(squares / n + eps);
+      if (V > 1) load_factors();
+      row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor(p, i)); });
+    }
+    if (IS_LAYER) {
+      const float mean = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v; }), place[0]) / n;
+      const float squares = all<Sum>(row.reduce(0.f, [=](float s, float v, int at) { return at < n ? s + (v - mean) * (v - mean) : s; }), place[1]);
+      const float inverse = rsqrtf(squares / n + eps);
+      if (V > 1) load_factors();
+      row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor(p, i) + offset(p, i)); });
+    }
+    float by = given;
+    if (!STATIC) {
+      by = all<Max>(row.reduce(0.f, [=](float m, float v, int at) { return at < n ? Max::of(m, fabsf(v)) : m; }), place[2]) / 127.5f;
+      if (by == 0.f) by = 1.1920928955078125e-7f;
+      if (threadIdx.x == 0) scales[r] = by;
+    }
+    write_codes(row, codes + mine, n, by, zero);
+    if (!AHEAD) return;                       // there are as many blocks as rows
+    raw = next;
+    other = next_other;
+  }
 }

@@ -20,6 +20,7 @@ runs by the references.
 
 import functools
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -124,21 +125,37 @@ _QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = r
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 
-def source(op: int, static: bool, threads: int, parts: int, vectors: bool, dtype: torch.dtype) -> str:
-    macros = {"OP": op, "STATIC": int(static), "THREADS": threads, "V": parts, "VECTORS": int(vectors)}
-    return jit.source("fused_quant.cu", **macros, BF16=int(dtype == torch.bfloat16))
+@dataclass(frozen=True)
+class Configuration:
+    """Macros of fused_quant.cu for rows of a length."""
+
+    threads: int
+    parts: int  # times 8 elements a thread
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor: as many as registers allow where a block has two rows in hand."""
+        return max(1, 1024 // self.threads)
+
+    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
+        macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
+        macros |= {"BLOCKS": self.blocks, "AHEAD": int(self.ahead(vectors)), "BF16": int(dtype == torch.bfloat16)}
+        return jit.source("fused_quant.cu", **macros)
+
+    def ahead(self, vectors: bool) -> bool:
+        """Whether a block loads the next row before it works on one: where there are registers for it."""
+        return vectors and self.parts <= 2
 
 
 @functools.cache
-def _kernel(op: int, static: bool, threads: int, parts: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("fused_quant", source(op, static, threads, parts, vectors, dtype), threads, overlaps=True)
+def _kernel(chosen: Configuration, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("fused_quant", chosen.source(op, static, vectors, dtype), chosen.threads, overlaps=True)
 
 
-def block_for(columns: int) -> tuple[int, int]:
-    """Threads of a block, and of how many times 8 elements each, for a row."""
+def configuration_for(columns: int) -> Configuration:
     eights = -(-columns // 8)
-    parts = 1 if eights <= 256 else 2 if eights <= 2048 else 4
-    return -(-eights // parts // 32) * 32, parts
+    parts = 1 if eights <= 512 else 2 if eights <= 2048 else 4
+    return Configuration(-(-eights // parts // 32) * 32, parts)
 
 
 def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
@@ -165,13 +182,14 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         return codes, found, total
     tensors = x, residual, weight, bias, codes, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    threads, parts = block_for(n)
-    _kernel(op, scale is not None, threads, parts, vectors, x.dtype)(
+    chosen = configuration_for(n)
+    _kernel(chosen, op, scale is not None, vectors, x.dtype)(
         x.device,
-        rows,
+        min(rows, chosen.blocks * jit.multiprocessors(x.device)) if chosen.ahead(vectors) else rows,
         *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias, scale)),
         0 if scale is None else KINDS[scale.dtype],
         *(0 if t is None else t.data_ptr() for t in (zero_point, codes, found, total)),
+        rows,
         n,
         jit.float_bits(eps),
     )

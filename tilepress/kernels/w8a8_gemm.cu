@@ -5,18 +5,19 @@
 // groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
 //
 // With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
-// depend on the order.
+// depend on the order. With SHARE 2 a cluster's two blocks have neighbouring row blocks and the same tokens, of which each brings a half for both.
 //
 // w, its scales and sums and the bias are read before earlier kernels of the stream have ended; x, its scale and zero point after that.
 //
 // n is a multiple of 8, and rows of y begin at multiples of 16 bytes.
 //
-// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns comes from kernels/ptx.py.
+// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; SHARE, 1 with a SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns comes from kernels/ptx.py.
 
 #include "scales.cuh"
 
 #define ROWS (64 * GROUPS)
 #define WARPS (4 * GROUPS + 1)
+#define CLUSTER (SPLIT * SHARE)
 #define W_BYTES (ROWS * 128)
 #define X_BYTES (TOKENS * 128)
 #define STAGE_BYTES ((W_BYTES + X_BYTES) * KB)
@@ -43,12 +44,12 @@ struct Shared {
   __device__ u32 x(int stage) const { return w(stage) + W_BYTES * KB; }
 };
 
-struct Work {  // of a block, and where tile t lies
-  int tiles, row_blocks, token_blocks, together, first_k, last_k;
+struct Work {  // of a block, and where tile t lies; row_blocks are a cluster's, `mine` says which of it
+  int tiles, row_blocks, token_blocks, together, first_k, last_k, mine;
 
   __device__ int2 place(int t) const {
     const int group = t / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = t - first * token_blocks;
-    return make_int2((first + rest % here) * ROWS, rest / here * TOKENS);
+    return make_int2(((first + rest % here) * SHARE + mine) * ROWS, rest / here * TOKENS);
   }
 };
 
@@ -59,9 +60,14 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
   };
   const auto copy_x = [&](int stage, int token, int k) {
 #pragma unroll
-    for (int b = 0; b < KB; ++b) tma_2d(shared.x(stage) + b * X_BYTES, x, (k * KB + b) * 128, token, shared.full + 8 * stage);
+    for (int b = 0; b < KB; ++b) {
+      const u32 to = shared.x(stage) + b * X_BYTES, full = shared.full + 8 * stage;
+      const int column = (k * KB + b) * 128;
+      if (SHARE > 1) tma_2d_to_all(to + work.mine * (X_BYTES / SHARE), x, column, token + work.mine * (TOKENS / SHARE), full, (1 << SHARE) - 1);
+      else tma_2d(to, x, column, token, full);
+    }
   };
-  const int start = blockIdx.x / SPLIT;
+  const int start = blockIdx.x / CLUSTER;
   const int2 at = work.place(start);
   const int early = min(STAGES, work.last_k - work.first_k);     // stages that w may fill before earlier kernels have ended
   for (int i = 0; i < early; ++i) {
@@ -72,7 +78,7 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
   for (int i = 0; i < early; ++i) copy_x(i, at.y, work.first_k + i);
   Position p;
   int done = 0;
-  for (int t = start; t < work.tiles; t += gridDim.x / SPLIT) {
+  for (int t = start; t < work.tiles; t += gridDim.x / CLUSTER) {
     const int2 place = work.place(t);
     for (int k = work.first_k; k < work.last_k; ++k, p.next(), ++done) {
       if (done < early) continue;
@@ -81,6 +87,16 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
       copy_w(p.stage, place.x, k);
       copy_x(p.stage, place.y, k);
     }
+  }
+}
+
+// A stage is free when the products of all that it was brought for have read it.
+__device__ __forceinline__ void release(u32 empty) {
+  const int lane = threadIdx.x % 32;
+  if (SHARE > 1) {
+    if (lane < SHARE) arrive_in_cluster(empty, lane);
+  } else if (lane == 0) {
+    arrive(empty);
   }
 }
 
@@ -96,11 +112,11 @@ __device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared
     for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
     wgmma_commit();
     wgmma_wait<1>();
-    if (before >= 0 && threadIdx.x % 32 == 0) arrive(shared.empty + 8 * before);
+    if (before >= 0) release(shared.empty + 8 * before);
     before = p.stage;
   }
   wgmma_wait<0>();
-  if (before >= 0 && threadIdx.x % 32 == 0) arrive(shared.empty + 8 * before);
+  if (before >= 0) release(shared.empty + 8 * before);
 }
 
 // Adds what the cluster's blocks have summed up; only the first one goes on with it.
@@ -168,8 +184,8 @@ __device__ __forceinline__ void write(const int (&sums)[SUMS], const Output& out
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
-#if SPLIT > 1
-__cluster_dims__(SPLIT, 1, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
 #endif
 w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* x_scale, const void* w_scale, const void* bias,
           const i8* zero_point, const int* w_sums, int kinds, u16* y, int m, int n, int k, int together) {
@@ -177,16 +193,17 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   const u32 parts = shared_address(memory) + STAGES * STAGE_BYTES, chunks = parts + (SPLIT - 1) * PART_BYTES, scales = chunks + GROUPS * 2 * CHUNK_BYTES,
             full = scales + GROUPS * TOKENS * 4;
   const Shared shared = {shared_address(memory), parts, chunks, scales, full, full + 8 * STAGES};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = SPLIT > 1 ? rank_in_cluster() : 0;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = CLUSTER > 1 ? rank_in_cluster() : 0;
   launch_dependents();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) { bar_init(shared.full + 8 * i, 1); bar_init(shared.empty + 8 * i, 4 * GROUPS); }
+    for (int i = 0; i < STAGES; ++i) { bar_init(shared.full + 8 * i, 1); bar_init(shared.empty + 8 * i, 4 * GROUPS * SHARE); }
     fence_bar_init();
   }
   __syncthreads();
-  if (SPLIT > 1) cluster_arrive();
-  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS - 1) / ROWS, token_blocks = (m + TOKENS - 1) / TOKENS;
-  const Work work = {row_blocks * token_blocks, row_blocks, token_blocks, together, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+  if (CLUSTER > 1) cluster_arrive();
+  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS * SHARE - 1) / (ROWS * SHARE), token_blocks = (m + TOKENS - 1) / TOKENS;
+  const Work work = {row_blocks * token_blocks, row_blocks, token_blocks, together, SPLIT > 1 ? all * rank / SPLIT : 0, SPLIT > 1 ? all * (rank + 1) / SPLIT : all, SHARE > 1 ? rank : 0};
+  if (SHARE > 1) cluster_wait();                           // the other's mbarriers are there
   if (warp == 4 * GROUPS) {
     if (threadIdx.x % 32 == 0) load(&w, &x, shared, work);
     __syncwarp();
@@ -195,6 +212,7 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
       cluster_arrive();
       if (rank == 0) cluster_wait();
     }
+    if (SHARE > 1) { cluster_arrive(); cluster_wait(); }   // nothing is brought or released for the other any more
     return;
   }
   const Output output = output_of(x_scale, w_scale, bias, zero_point, w_sums, kinds);
@@ -202,7 +220,7 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   Position p;
   int written = 0;
   wait_for_grid();
-  for (int t = blockIdx.x / SPLIT; t < work.tiles; t += gridDim.x / SPLIT) {
+  for (int t = blockIdx.x / CLUSTER; t < work.tiles; t += gridDim.x / CLUSTER) {
     const int2 place = work.place(t);
     const int first = place.x + group * 64;
     const Ends ends(output, place.x + warp * 16 + threadIdx.x % 32 / 4, place.y, n, m);
@@ -215,4 +233,5 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
     write(sums, output, ends, shared.chunks + group * 2 * CHUNK_BYTES, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group,
           y + (u64)place.y * n + first, m - place.y, n - first, n, written);
   }
+  if (SHARE > 1) { cluster_arrive(); cluster_wait(); }
 }

@@ -70,7 +70,8 @@ class Configuration:
     k_blocks: int  # of 128 columns, in a stage
     stages: int
     split: int = 1  # blocks of a cluster, which share a tile's columns
-    together: int = 16  # row blocks between which a block goes on to other tokens
+    together: int = 16  # row blocks, or clusters' of them, between which a block goes on to other tokens
+    share: int = 1  # blocks of a cluster that have the same tokens, and bring them for each other
 
     @property
     def threads(self) -> int:
@@ -98,14 +99,17 @@ class Configuration:
             "KB": self.k_blocks,
             "STAGES": self.stages,
             "SPLIT": self.split,
+            "SHARE": self.share,
             "BLOCKS": self.blocks,
             "BF16": int(dtype == torch.bfloat16),
         }
         return jit.source("w8a8_gemm.cu", ptx.wgmma_int8(self.tokens), **macros)
 
     def grid(self, m: int, n: int, multiprocessors: int) -> int:
-        tiles = -(-m // self.tokens) * -(-n // (64 * self.groups))
-        return tiles * self.split if self.split > 1 else min(tiles, multiprocessors * self.blocks)
+        tiles = -(-m // self.tokens) * -(-n // (64 * self.groups * self.share))
+        if self.split > 1:
+            return tiles * self.split
+        return min(tiles, multiprocessors * self.blocks // self.share) * self.share
 
 
 @functools.cache
@@ -217,7 +221,7 @@ def multiply(
         k,
     )
     if chosen is not None:
-        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(x, chosen.tokens, 128)
+        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(x, chosen.tokens // chosen.share, 128)
         grid = chosen.grid(m, n, jit.multiprocessors(x.device))
         _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
     else:
