@@ -42,6 +42,7 @@ CONFIGURATIONS = [
     Configuration(2, 128, 1, 3),
     Configuration(2, 128, 1, 6),
     Configuration(2, 256, 1, 4, together=4),
+    Configuration(2, 256, 1, 4, 2),
     Configuration(2, 256, 1, 4, together=4, share=2),
     Configuration(2, 128, 1, 6, share=2),
     Configuration(1, 64, 2, 6, share=2),

@@ -189,7 +189,7 @@ def candidates(m: int) -> list[Configuration]:
     tokens = [t for t in (8, 16, 32, 64, 128, 256) if least_tokens <= t <= max(most_tokens, 8)]
     found = []
     for t, groups, k_blocks, split in itertools.product(tokens, (1, 2), (1, 2, 4), (1, 2, 4)):
-        if (split > 1 and t > 128) or (split > 2 and m > 128) or (k_blocks == 4 and t > 16) or (k_blocks * t > 256):
+        if (split > 2 and m > 128) or (k_blocks == 4 and t > 16) or k_blocks * t > 256:
             continue
         for blocks in (1, 2):
             choices = (Configuration(groups, t, k_blocks, stages, split) for stages in range(12, 2, -1))

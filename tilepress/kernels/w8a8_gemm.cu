@@ -23,6 +23,7 @@
 #define STAGE_BYTES ((W_BYTES + X_BYTES) * KB)
 #define SUMS (TOKENS / 2)                                  // of a thread
 #define PART_BYTES (GROUPS * 128 * SUMS * 4)               // of a block, for the first one of its cluster
+#define REUSE (TOKENS >= 64)                                 // parts are large: they come where the stages were
 #define CHUNK (TOKENS < 32 ? TOKENS : 32)                  // tokens that a warpgroup writes at once
 #define CHUNK_BYTES (CHUNK * 128)
 #define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
@@ -119,9 +120,16 @@ __device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared
   if (before >= 0) release(shared.empty + 8 * before);
 }
 
+// What every warp of a block does with its cluster's barrier around the sum: all are there (they have arrived at the kernel's start), and with REUSE have
+// read their stages; the sums are in the first one's memory.
+__device__ __forceinline__ void before_parts() {
+  cluster_wait();
+  if (REUSE) { cluster_arrive(); cluster_wait(); }
+}
+
 // Adds what the cluster's blocks have summed up; only the first one goes on with it.
 __device__ __forceinline__ void add_up(int (&sums)[SUMS], u32 parts, int rank) {
-  cluster_wait();                                          // all blocks are there
+  before_parts();
   if (rank > 0) {
     const u32 to = address_in(parts + (rank - 1) * PART_BYTES + threadIdx.x * 16, 0);
 #pragma unroll
@@ -184,15 +192,18 @@ __device__ __forceinline__ void write(const int (&sums)[SUMS], const Output& out
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+#if REUSE && (SPLIT - 1) * PART_BYTES > STAGES * STAGE_BYTES
+#error the stages are too few for the parts
+#endif
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* x_scale, const void* w_scale, const void* bias,
           const i8* zero_point, const int* w_sums, int kinds, u16* y, int m, int n, int k, int together) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 parts = shared_address(memory) + STAGES * STAGE_BYTES, chunks = parts + (SPLIT - 1) * PART_BYTES, scales = chunks + GROUPS * 2 * CHUNK_BYTES,
+  const u32 ring = shared_address(memory), end = ring + STAGES * STAGE_BYTES, parts = REUSE ? ring : end, chunks = end + (REUSE ? 0 : (SPLIT - 1) * PART_BYTES), scales = chunks + GROUPS * 2 * CHUNK_BYTES,
             full = scales + GROUPS * TOKENS * 4;
-  const Shared shared = {shared_address(memory), parts, chunks, scales, full, full + 8 * STAGES};
+  const Shared shared = {ring, parts, chunks, scales, full, full + 8 * STAGES};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = CLUSTER > 1 ? rank_in_cluster() : 0;
   launch_dependents();
   if (threadIdx.x == 0) {
@@ -208,7 +219,7 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
     if (threadIdx.x % 32 == 0) load(&w, &x, shared, work);
     __syncwarp();
     if (SPLIT > 1) {
-      cluster_wait();
+      before_parts();
       cluster_arrive();
       if (rank == 0) cluster_wait();
     }

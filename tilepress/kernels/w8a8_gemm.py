@@ -80,7 +80,9 @@ class Configuration:
     @property
     def shared_bytes(self) -> int:
         stage = (64 * self.groups + self.tokens) * 128 * self.k_blocks
-        parts = (self.split - 1) * self.groups * 256 * self.tokens
+        parts = (
+            (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
+        )  # else where the stages were
         return self.stages * (stage + 16) + parts + self.groups * (2 * 128 * min(self.tokens, 32) + 4 * self.tokens)
 
     @property
