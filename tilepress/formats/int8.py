@@ -167,8 +167,8 @@ def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:
 
     The largest value lands on 127.5, give or take a rounding: it becomes 127, a negative one -127 or -128.
     """
-    absmax = x.abs().amax(dim=-1, keepdim=True) if per_token else x.abs().amax().reshape(1)
-    scale = absmax.float() / 127.5
+    absmax = (x.abs().amax(dim=-1, keepdim=True) if per_token else x.abs().amax().reshape(1)).float()
+    scale = absmax / torch.full_like(absmax, 127.5)  # with a number CUDA would multiply by its reciprocal
     return torch.where(scale == 0, torch.full_like(scale, torch.finfo(torch.float32).eps), scale)
 
 

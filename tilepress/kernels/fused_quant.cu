@@ -91,9 +91,11 @@ template <class How> __device__ __forceinline__ float all(float v, float* place)
   return v;
 }
 
-// x / scale, correctly rounded (Markstein): the reciprocal is, and the remainder is exact. Not for scales whose reciprocal is not normal.
+// x / scale, correctly rounded (Markstein): the reciprocal is, and the remainder is exact. Not for scales whose reciprocal is not normal. Quotients
+// far beyond the codes are only as far beyond them, infinities with a given scale too: with one of their row they do not come here.
 __device__ __forceinline__ float divided(float x, float scale, float reciprocal) {
-  const float q = __fmul_rn(x, reciprocal);
+  float q = __fmul_rn(x, reciprocal);
+  if (STATIC) q = fminf(fmaxf(q, -1e4f), 1e4f);
   return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
 }
 __device__ __forceinline__ u32 code(float v) { int r; asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(v)); return r & 255; }
@@ -121,7 +123,7 @@ __device__ __forceinline__ float activation(float x) {
   if (OP == GELU) return x * 0.5f * (1.f + erff(x * 0.70710678118654752440f));
   if (OP == GELU_TANH) return 0.5f * x * (1.f + tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
   if (OP == GELU_NEW) {                       // transformers' NewGELUActivation: a module of many operations
-    const float inner = rounded(0.79788456080286535588f * rounded(x + rounded(0.044715f * rounded(x * x * x))));
+    const float inner = rounded(0.79788456080286535588f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
     return rounded(0.5f * x) * rounded(1.f + rounded(tanhf(inner)));
   }
   return x / (1.f + __expf(-x));              // SiLU

@@ -16,15 +16,14 @@ struct Output {
   Numbers x_scale, w_scale, bias;             // bias.at may be 0
   const i8* zero_point; const int* w_sums;    // zero_point may be 0: the numbers that x's codes have in place of 0, and w's rows summed up
 
-  struct Row { float scale, bias; int offset; };
+  struct Row { float scale, bias; int offset; };   // no bias: -0, which changes no number that it is added to
 
   __device__ Row row(int i, int rows) const {
     i = min(i, rows - 1);
-    return {w_scale[i], bias.at ? bias[i] : 0.f, zero_point ? *zero_point * w_sums[i] : 0};
+    return {w_scale[i], bias.at ? bias[i] : -0.f, zero_point ? *zero_point * w_sums[i] : 0};
   }
   __device__ float number(int sum, const Row& r, float x_scale) const {
-    const float y = __fmul_rn(__fmul_rn(__int2float_rn(sum - r.offset), x_scale), r.scale);
-    return bias.at ? __fadd_rn(y, r.bias) : y;
+    return __fadd_rn(__fmul_rn(__fmul_rn(__int2float_rn(sum - r.offset), x_scale), r.scale), r.bias);
   }
 };
 

@@ -16,7 +16,8 @@
 #include "scales.cuh"
 
 #define ROWS (64 * GROUPS)
-#define WARPS (4 * GROUPS + 1)
+#define LARGE (GROUPS == 2 && TOKENS == 256)               // sums need registers that loaders leave: whole warpgroups have to agree on that
+#define WARPS (4 * GROUPS + (LARGE ? 4 : 1))
 #define CLUSTER (SPLIT * SHARE)
 #define W_BYTES (ROWS * 128)
 #define X_BYTES (TOKENS * 128)
@@ -25,7 +26,9 @@
 #define PART_BYTES (GROUPS * 128 * SUMS * 4)               // of a block, for the first one of its cluster
 #define REUSE (TOKENS >= 64)                                 // parts are large: they come where the stages were
 #define CHUNK (TOKENS < 32 ? TOKENS : 32)                  // tokens that a warpgroup writes at once
+#define CHUNKS (TOKENS / CHUNK)
 #define CHUNK_BYTES (CHUNK * 128)
+#define LATER (SPLIT == 1 && TOKENS >= 64)                 // a tile is written while the next one's products run
 #define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
@@ -101,7 +104,8 @@ __device__ __forceinline__ void release(u32 empty) {
   }
 }
 
-__device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared, Position& p, int group, int steps) {
+// `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the steps are fewer.
+template <class F> __device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared, Position& p, int group, int steps, F meanwhile) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) sums[i] = 0;
   int before = -1;                                         // stage that wgmma may still read
@@ -112,12 +116,14 @@ __device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared
 #pragma unroll
     for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
     wgmma_commit();
+    meanwhile(i);
     wgmma_wait<1>();
     if (before >= 0) release(shared.empty + 8 * before);
     before = p.stage;
   }
   wgmma_wait<0>();
   if (before >= 0) release(shared.empty + 8 * before);
+  for (int i = steps; i < CHUNKS; ++i) meanwhile(i);
 }
 
 // What every warp of a block does with its cluster's barrier around the sum: all are there (they have arrived at the kernel's start), and with REUSE have
@@ -160,36 +166,46 @@ struct Ends {
   }
 };
 
-// y of a warpgroup's 64 rows: numbers go to shared memory, transposed, and from there in rows of 128 bytes to y, which is that of the first row.
-__device__ __forceinline__ void write(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 chunks, u32 scales, int barrier, u16* y, int tokens,
-                                      int rows, int n, int& written) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+struct Tile {  // y of a warpgroup's 64 rows, which still has to be written
+  u32 above[TOKENS / 8], below[TOKENS / 8];                // of the thread's two rows, two tokens each
+  u16* y; int tokens = 0, rows;                            // y is that of the first row and token
+
+  // `scales`: room for TOKENS numbers.
+  __device__ __forceinline__ void fill(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 scales, int barrier) {
 #pragma unroll
-  for (int i = 0; i < SCALES; ++i)
-    if (i * 128 + thread < TOKENS) sts32(scales + (i * 128 + thread) * 4, __float_as_uint(ends.scales[i]));
-  bar_sync(barrier, 128);
+    for (int i = 0; i < SCALES; ++i)
+      if (i * 128 + threadIdx.x % 128 < TOKENS) sts32(scales + (i * 128 + threadIdx.x % 128) * 4, __float_as_uint(ends.scales[i]));
+    bar_sync(barrier, 128);
 #pragma unroll
-  for (int c = 0; c < TOKENS / CHUNK; ++c, ++written) {
-    if (c * CHUNK >= tokens) return;
-    const u32 chunk = chunks + written % 2 * CHUNK_BYTES;
-#pragma unroll
-    for (int j = 0; j < CHUNK / 8; ++j) {
-      const int* sum = sums + (c * (CHUNK / 8) + j) * 4;
-      const uint2 both = lds64(scales + (c * CHUNK + j * 8 + lane % 4 * 2) * 4);
+    for (int j = 0; j < TOKENS / 8; ++j) {
+      const int* sum = sums + j * 4;
+      const uint2 both = lds64(scales + (j * 8 + threadIdx.x % 4 * 2) * 4);
       const float left = __uint_as_float(both.x), right = __uint_as_float(both.y);
-      const u32 high = to_values(output.number(sum[0], ends.above, left), output.number(sum[1], ends.above, right));
-      const u32 low = to_values(output.number(sum[2], ends.below, left), output.number(sum[3], ends.below, right));
-      const int token = j * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;       // of lanes 0 .. 15: rows of two 8 x 8 matrices
-      store_transposed(chunk + token * 128 + (piece ^ token % 8) * 16, high, low);
+      above[j] = to_values(output.number(sum[0], ends.above, left), output.number(sum[1], ends.above, right));
+      below[j] = to_values(output.number(sum[2], ends.below, left), output.number(sum[3], ends.below, right));
     }
+  }
+  // A chunk of tokens: transposed in shared memory, and from there in rows of 128 bytes to y.
+  __device__ __forceinline__ void write(int chunk, u32 chunks, int n, int barrier) const {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    if (chunk * CHUNK >= tokens) return;
+    const u32 at = chunks + chunk % 2 * CHUNK_BYTES;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+      if (c == chunk)
+#pragma unroll
+        for (int j = 0; j < CHUNK / 8; ++j) {
+          const int token = j * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;     // of lanes 0 .. 15: rows of two 8 x 8 matrices
+          store_transposed(at + token * 128 + (piece ^ token % 8) * 16, above[c * (CHUNK / 8) + j], below[c * (CHUNK / 8) + j]);
+        }
     bar_sync(barrier, 128);
 #pragma unroll
     for (int i = thread; i < CHUNK * 8; i += 128) {
       const int token = i / 8, row = i % 8 * 8;
-      if (c * CHUNK + token < tokens && row < rows) *(uint4*)(y + (u64)(c * CHUNK + token) * n + row) = lds128(chunk + token * 128 + (i ^ token) % 8 * 16);
+      if (chunk * CHUNK + token < tokens && row < rows) *(uint4*)(y + (u64)(chunk * CHUNK + token) * n + row) = lds128(at + token * 128 + (i ^ token) % 8 * 16);
     }
   }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #if REUSE && (SPLIT - 1) * PART_BYTES > STAGES * STAGE_BYTES
@@ -215,8 +231,9 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS * SHARE - 1) / (ROWS * SHARE), token_blocks = (m + TOKENS - 1) / TOKENS;
   const Work work = {row_blocks * token_blocks, row_blocks, token_blocks, together, SPLIT > 1 ? all * rank / SPLIT : 0, SPLIT > 1 ? all * (rank + 1) / SPLIT : all, SHARE > 1 ? rank : 0};
   if (SHARE > 1) cluster_wait();                           // the other's mbarriers are there
-  if (warp == 4 * GROUPS) {
-    if (threadIdx.x % 32 == 0) load(&w, &x, shared, work);
+  if (warp >= 4 * GROUPS) {
+    give_registers<LARGE ? 40 : 0>();
+    if (threadIdx.x == 128 * GROUPS) load(&w, &x, shared, work);
     __syncwarp();
     if (SPLIT > 1) {
       before_parts();
@@ -226,23 +243,33 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
     if (SHARE > 1) { cluster_arrive(); cluster_wait(); }   // nothing is brought or released for the other any more
     return;
   }
+  take_registers<LARGE ? 232 : 0>();
   const Output output = output_of(x_scale, w_scale, bias, zero_point, w_sums, kinds);
   const int group = warp / 4;
   Position p;
-  int written = 0;
+  Tile tile;
+  const u32 chunks_here = shared.chunks + group * 2 * CHUNK_BYTES;
+  const auto write = [&](int chunk) { tile.write(chunk, chunks_here, n, GROUP_BARRIER + group); };
+  const auto write_before = [&](int chunk) { if (LATER) write(chunk); };
   wait_for_grid();
   for (int t = blockIdx.x / CLUSTER; t < work.tiles; t += gridDim.x / CLUSTER) {
     const int2 place = work.place(t);
     const int first = place.x + group * 64;
     const Ends ends(output, place.x + warp * 16 + threadIdx.x % 32 / 4, place.y, n, m);
     int sums[SUMS];
-    multiply(sums, shared, p, group, work.last_k - work.first_k);
+    multiply(sums, shared, p, group, work.last_k - work.first_k, write_before);
     if (SPLIT > 1) {
       add_up(sums, shared.parts, rank);
       if (rank > 0) return;
     }
-    write(sums, output, ends, shared.chunks + group * 2 * CHUNK_BYTES, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group,
-          y + (u64)place.y * n + first, m - place.y, n - first, n, written);
+    tile.fill(sums, output, ends, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group);
+    tile.y = y + (u64)place.y * n + first;
+    tile.tokens = m - place.y;
+    tile.rows = n - first;
+    if (!LATER)
+      for (int c = 0; c < CHUNKS; ++c) write(c);
   }
+  if (LATER)
+    for (int c = 0; c < CHUNKS; ++c) write(c);
   if (SHARE > 1) { cluster_arrive(); cluster_wait(); }
 }

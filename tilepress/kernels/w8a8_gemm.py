@@ -75,7 +75,8 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        return 32 * (4 * self.groups + 1)
+        """Of consumers and a loader warp, or a group of them where consumers need its registers."""
+        return 32 * (4 * self.groups + (4 if self.groups * self.tokens == 512 else 1))
 
     @property
     def shared_bytes(self) -> int:
