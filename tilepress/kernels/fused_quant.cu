@@ -1,4 +1,4 @@
-// Rows of 16-bit numbers, normalized or through an activation, to int8 codes: one pass, a row in the registers of a block.
+// Rows of 16-bit numbers, normalized or through an activation, to int8 codes: one pass, a row in the registers of a block, two numbers in each.
 //
 // What OP makes of a row is rounded to 16 bits where transformers' own modules round; then codes = round(value / scale + zero point), half to even, saturated,
 // with the quotient rounded as a division's. Scale: given for all rows, or of each row absmax / 127.5 (float32's epsilon for a row of zeros). NaN and
@@ -6,7 +6,7 @@
 // saturate.
 //
 // Macros: OP, one of those below; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
-// any alignment); BLOCKS of a multiprocessor; AHEAD 0 | 1: a block loads the next row before it works on one; BF16. With AHEAD a block takes every so many rows, else one.
+// any alignment); BLOCKS of a multiprocessor; BF16.
 
 #include "scales.cuh"
 
@@ -14,64 +14,91 @@ enum { QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL, R
 #define ADDS (OP == ADD_RMS_NORM || OP == ADD_LAYER_NORM)
 #define IS_RMS (OP == RMS_NORM || OP == ADD_RMS_NORM)
 #define IS_LAYER (OP == LAYER_NORM || OP == ADD_LAYER_NORM)
-#define GATED (OP == SILU_MUL)
 #define WARPS (THREADS / 32)
 
+// Pairs of values. Sums and products are rounded once, as those of float32 that are rounded to 16 bits are: they fit float32, or are far from a tie.
+__device__ __forceinline__ float low(u32 pair) { return to_float((u16)pair); }
+__device__ __forceinline__ float high(u32 pair) { return BF16 ? __uint_as_float(pair & 0xffff0000) : to_float((u16)(pair >> 16)); }
+__device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn." VALUES "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+__device__ __forceinline__ u32 product(u32 a, u32 b) { return fused(a, b, 0x80008000); }
+__device__ __forceinline__ u32 sum(u32 a, u32 b) { return fused(a, BF16 ? 0x3f803f80 : 0x3c003c00, b); }
+__device__ __forceinline__ u32 largest(u32 a, u32 b) { u32 r; asm("max.NaN." VALUES "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ float rounded(float v) { return to_float((u16)to_values(v, 0.f)); }
 
-struct Raw {  // a thread's part of a row: V times 8 elements of 16 bits, zeros beyond the row's end
+struct Row {  // a thread's part of a row: V times 8 elements, zeros beyond the row's end
   u32 pairs[V][4];
 
   static __device__ __forceinline__ int at(int part, int i) { return VECTORS ? (part * THREADS + threadIdx.x) * 8 + i : (part * 8 + i) * THREADS + threadIdx.x; }
 
-  __device__ __forceinline__ void load(const u16* from, int n) {
+  static __device__ __forceinline__ void load(u32 (&to)[4], const u16* from, int part, int n) {
+    if (VECTORS) {
+      uint4 q = make_uint4(0, 0, 0, 0);
+      if (at(part, 0) < n) q = *(const uint4*)(from + at(part, 0));
+      to[0] = q.x; to[1] = q.y; to[2] = q.z; to[3] = q.w;
+    } else {
 #pragma unroll
-    for (int part = 0; part < V; ++part) {
-      if (VECTORS) {
-        uint4 q = make_uint4(0, 0, 0, 0);
-        if (at(part, 0) < n) q = *(const uint4*)(from + at(part, 0));
-        pairs[part][0] = q.x; pairs[part][1] = q.y; pairs[part][2] = q.z; pairs[part][3] = q.w;
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; i += 2)
-          pairs[part][i / 2] = (at(part, i) < n ? from[at(part, i)] : 0) | (at(part, i + 1) < n ? from[at(part, i + 1)] : 0) << 16;
-      }
+      for (int i = 0; i < 8; i += 2) to[i / 2] = (at(part, i) < n ? from[at(part, i)] : 0) | (at(part, i + 1) < n ? from[at(part, i + 1)] : 0) << 16;
     }
   }
-  __device__ __forceinline__ float operator()(int part, int i) const { return to_float((u16)(pairs[part][i / 2] >> i % 2 * 16)); }
-};
-
-struct Row {  // the same as float32
-  float v[V][8];
-
+  __device__ __forceinline__ void load(const u16* from, int n) {
+#pragma unroll
+    for (int part = 0; part < V; ++part) load(pairs[part], from, part, n);
+  }
   __device__ __forceinline__ void store(u16* to, int n) const {
 #pragma unroll
     for (int part = 0; part < V; ++part) {
-      const float* f = v[part];
+      const u32* p = pairs[part];
       if (VECTORS) {
-        if (Raw::at(part, 0) < n)
-          *(uint4*)(to + Raw::at(part, 0)) = make_uint4(to_values(f[0], f[1]), to_values(f[2], f[3]), to_values(f[4], f[5]), to_values(f[6], f[7]));
+        if (at(part, 0) < n) *(uint4*)(to + at(part, 0)) = make_uint4(p[0], p[1], p[2], p[3]);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          if (Raw::at(part, i) < n) to[Raw::at(part, i)] = to_values(f[i], 0.f);
+          if (at(part, i) < n) to[at(part, i)] = p[i / 2] >> i % 2 * 16;
       }
     }
   }
-  // v = f(v, part, i)
+  // pair = f(pair, those of other rows)
   template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int part = 0; part < V; ++part)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[part][i] = f(v[part][i], part, i);
+      for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i]);
   }
-  // f(.. f(start, v, place in the row) .., v, place)
-  template <class F> __device__ __forceinline__ float reduce(float start, F f) const {
+  template <class F> __device__ __forceinline__ void each(const Row& other, F f) {
 #pragma unroll
     for (int part = 0; part < V; ++part)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) start = f(start, v[part][i], Raw::at(part, i));
-    return start;
+      for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i], other.pairs[part][i]);
+  }
+  template <class F> __device__ __forceinline__ void each(const u16* weight, const u16* bias, int n, F f) {   // brought a part at a time
+#pragma unroll
+    for (int part = 0; part < V; ++part) {
+      u32 w[4], b[4] = {};
+      load(w, weight, part, n);
+      if (bias) load(b, bias, part, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i], w[i], b[i]);
+    }
+  }
+  // The sum of f(value) over the thread's elements of the row.
+  template <class F> __device__ __forceinline__ float total(int n, F f) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int part = 0; part < V; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (at(part, VECTORS ? 0 : 2 * i) < n) sum += f(low(pairs[part][i]));
+        if (at(part, VECTORS ? 0 : 2 * i + 1) < n) sum += f(high(pairs[part][i]));
+      }
+    return sum;
+  }
+  __device__ __forceinline__ float most() const {
+    u32 found = 0;
+#pragma unroll
+    for (int part = 0; part < V; ++part)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) found = largest(found, pairs[part][i] & 0x7fff7fff);
+    return low(largest(found, found >> 16));
   }
 };
 
@@ -91,29 +118,35 @@ template <class How> __device__ __forceinline__ float all(float v, float* place)
   return v;
 }
 
-// x / scale, correctly rounded (Markstein): the reciprocal is, and the remainder is exact. Not for scales whose reciprocal is not normal. Quotients
-// far beyond the codes are only as far beyond them, infinities with a given scale too: with one of their row they do not come here.
-__device__ __forceinline__ float divided(float x, float scale, float reciprocal) {
+// round(x / scale + zero_point), the quotient correctly rounded (Markstein): the reciprocal is, and the remainder is exact. With a scale that is given, quotients
+// far beyond the codes are only as far beyond them, infinities too: else their remainder were NaN.
+__device__ __forceinline__ int code(float x, float scale, float reciprocal, float zero_point) {
   float q = __fmul_rn(x, reciprocal);
   if (STATIC) q = fminf(fmaxf(q, -1e4f), 1e4f);
-  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+  q = __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+  return __float2int_rn(STATIC ? __fadd_rn(q, zero_point) : q);
 }
-__device__ __forceinline__ u32 code(float v) { int r; asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(r) : "f"(v)); return r & 255; }
+// Two codes, saturated, in the low bytes, and c's low half above them.
+__device__ __forceinline__ u32 packed(int first, int second, u32 c) { u32 r; asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(second), "r"(first), "r"(c)); return r; }
 
-__device__ __forceinline__ void write_codes(const Row& row, i8* to, int n, float scale, float zero_point) {
+// SCALED: both the values and the scale are multiplied by `factor` before, a power of two.
+template <bool SCALED> __device__ __forceinline__ void write_codes(const Row& row, i8* to, int n, float scale, float factor, float zero_point) {
+  if (SCALED) scale *= factor;
   const float reciprocal = __frcp_rn(scale);
-  const bool plain = scale > 1e-36f && scale < 1e36f;
-  const auto of = [&](float v) { return code(__fadd_rn(plain ? divided(v, scale, reciprocal) : __fdiv_rn(v, scale), zero_point)); };
+  const auto of = [&](float v) { return code(SCALED ? v * factor : v, scale, reciprocal, zero_point); };
 #pragma unroll
   for (int part = 0; part < V; ++part) {
+    const u32* p = row.pairs[part];
+    if (VECTORS && Row::at(part, 0) >= n) continue;
+    u32 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words[i] = packed(of(low(p[2 * i])), of(high(p[2 * i])), packed(of(low(p[2 * i + 1])), of(high(p[2 * i + 1])), 0));
     if (VECTORS) {
-      if (Raw::at(part, 0) >= n) continue;
-      const float* f = row.v[part];
-      *(uint2*)(to + Raw::at(part, 0)) = make_uint2(of(f[0]) | of(f[1]) << 8 | of(f[2]) << 16 | of(f[3]) << 24, of(f[4]) | of(f[5]) << 8 | of(f[6]) << 16 | of(f[7]) << 24);
+      *(uint2*)(to + Row::at(part, 0)) = make_uint2(words[0], words[1]);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (Raw::at(part, i) < n) to[Raw::at(part, i)] = of(row.v[part][i]);
+        if (Row::at(part, i) < n) to[Row::at(part, i)] = words[i / 4] >> i % 4 * 8;
     }
   }
 }
@@ -126,71 +159,49 @@ __device__ __forceinline__ float activation(float x) {
     const float inner = rounded(0.79788456080286535588f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
     return rounded(0.5f * x) * rounded(1.f + rounded(tanhf(inner)));
   }
-  return x / (1.f + __expf(-x));              // SiLU
+  return __fdividef(x, 1.f + __expf(-x));     // SiLU
 }
+__device__ __forceinline__ u32 activated(u32 pair) { return to_values(activation(low(pair)), activation(high(pair))); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bias, const void* scale, int scale_kind, const i8* zero_point, i8* codes,
-            float* scales, u16* total, int rows, int n, float eps) {
-  __shared__ float places[2][3][32];
-  Raw factor, offset;
-  const auto load_factors = [&] {
-    if (IS_RMS || IS_LAYER) factor.load(weight, n);
-    if (IS_LAYER) offset.load(bias, n);
-  };
-  if (V == 1) load_factors();                 // more would not fit beside the row
+            float* scales, u16* total, int n, float eps) {
+  __shared__ float places[3][32];
 #if __CUDA_ARCH__ >= 900
   launch_dependents();
   wait_for_grid();
 #endif
-  float given = 0.f, zero = 0.f;
+  const u64 mine = (u64)blockIdx.x * n;
+  Row row, other;                             // other: residual, or `up`
+  row.load(x + mine * (OP == SILU_MUL ? 2 : 1), n);
+  if (ADDS) other.load(residual + mine, n);
+  if (OP == SILU_MUL) other.load(x + 2 * mine + n, n);
+  if (ADDS) {
+    row.each(other, sum);
+    row.store(total + mine, n);
+  }
+  if (OP == SILU_MUL) row.each(other, [](u32 gate, u32 up) { return product(activated(gate), up); });
+  if (OP >= RELU) row.each(activated);
+  if (IS_RMS) {
+    const float inverse = rsqrtf(all<Sum>(row.total(n, [](float v) { return v * v; }), places[0]) / n + eps);
+    row.each(weight, nullptr, n, [=](u32 pair, u32 w, u32) { return product(to_values(low(pair) * inverse, high(pair) * inverse), w); });
+  }
+  if (IS_LAYER) {
+    const float mean = all<Sum>(row.total(n, [](float v) { return v; }), places[0]) / n;
+    const float inverse = rsqrtf(all<Sum>(row.total(n, [=](float v) { return (v - mean) * (v - mean); }), places[1]) / n + eps);
+    row.each(weight, bias, n, [=](u32 pair, u32 w, u32 b) {
+      return to_values((low(pair) - mean) * inverse * low(w) + low(b), (high(pair) - mean) * inverse * high(w) + high(b));
+    });
+  }
+  float by, zero = 0.f;
   if (STATIC) {
-    given = Numbers{scale, scale_kind, 0}[0];
+    by = Numbers{scale, scale_kind, 0}[0];
     if (zero_point) zero = *zero_point;
-    if (threadIdx.x == 0 && blockIdx.x == 0) scales[0] = given;
+  } else {
+    by = all<Max>(row.most(), places[2]) / 127.5f;
+    if (by == 0.f) by = 1.1920928955078125e-7f;
   }
-  const auto bring = [&](Raw& raw, Raw& other, int r) {
-    const u64 at = (u64)r * n;
-    raw.load(x + at * (GATED ? 2 : 1), n);
-    if (ADDS || GATED) other.load(ADDS ? residual + at : x + 2 * at + n, n);
-  };
-  Raw raw, other;
-  bring(raw, other, blockIdx.x);
-  for (int r = blockIdx.x, turn = 0; r < rows; r += gridDim.x, turn ^= 1) {
-    Raw next, next_other;
-    if (AHEAD && r + (int)gridDim.x < rows) bring(next, next_other, r + gridDim.x);
-    float (*place)[32] = places[turn];        // by turns: some warps may still read those of the row before
-    const u64 mine = (u64)r * n;
-    Row row;
-    row.each([&](float, int p, int i) { return raw(p, i); });
-    if (ADDS) {
-      row.each([&](float v, int p, int i) { return rounded(v + other(p, i)); });
-      row.store(total + mine, n);
-    }
-    if (GATED) row.each([&](float v, int p, int i) { return rounded(rounded(activation(v)) * other(p, i)); });
-    if (OP >= RELU) row.each([&](float v, int, int) { return rounded(activation(v)); });
-    if (IS_RMS) {
-      const float squares = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v * v; }), place[0]);
-      const float inverse = rsqrtf(squares / n + eps);
-      if (V > 1) load_factors();
-      row.each([&](float v, int p, int i) { return rounded(rounded(v * inverse) * factor(p, i)); });
-    }
-    if (IS_LAYER) {
-      const float mean = all<Sum>(row.reduce(0.f, [](float s, float v, int) { return s + v; }), place[0]) / n;
-      const float squares = all<Sum>(row.reduce(0.f, [=](float s, float v, int at) { return at < n ? s + (v - mean) * (v - mean) : s; }), place[1]);
-      const float inverse = rsqrtf(squares / n + eps);
-      if (V > 1) load_factors();
-      row.each([&](float v, int p, int i) { return rounded((v - mean) * inverse * factor(p, i) + offset(p, i)); });
-    }
-    float by = given;
-    if (!STATIC) {
-      by = all<Max>(row.reduce(0.f, [=](float m, float v, int at) { return at < n ? Max::of(m, fabsf(v)) : m; }), place[2]) / 127.5f;
-      if (by == 0.f) by = 1.1920928955078125e-7f;
-      if (threadIdx.x == 0) scales[r] = by;
-    }
-    write_codes(row, codes + mine, n, by, zero);
-    if (!AHEAD) return;                       // there are as many blocks as rows
-    raw = next;
-    other = next_other;
-  }
+  if (threadIdx.x == 0 && (!STATIC || blockIdx.x == 0)) scales[blockIdx.x] = by;
+  if (by > 1e-30f && by < 1e30f) write_codes<false>(row, codes + mine, n, by, 1.f, zero);
+  else write_codes<true>(row, codes + mine, n, by, by > 1.f ? 0x1p-64f : 0x1p64f, zero);   // reciprocals or remainders were not normal
 }

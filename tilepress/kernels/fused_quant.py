@@ -134,17 +134,12 @@ class Configuration:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor: as many as registers allow where a block has two rows in hand."""
-        return max(1, 1024 // self.threads)
+        """Of a multiprocessor, which registers have to allow."""
+        return max(1, 1280 // self.threads)
 
     def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
         macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
-        macros |= {"BLOCKS": self.blocks, "AHEAD": int(self.ahead(vectors)), "BF16": int(dtype == torch.bfloat16)}
-        return jit.source("fused_quant.cu", **macros)
-
-    def ahead(self, vectors: bool) -> bool:
-        """Whether a block loads the next row before it works on one: where there are registers for it."""
-        return vectors and self.parts <= 2
+        return jit.source("fused_quant.cu", **macros, BLOCKS=self.blocks, BF16=int(dtype == torch.bfloat16))
 
 
 @functools.cache
@@ -152,9 +147,11 @@ def _kernel(chosen: Configuration, op: int, static: bool, vectors: bool, dtype: 
     return jit.Kernel("fused_quant", chosen.source(op, static, vectors, dtype), chosen.threads, overlaps=True)
 
 
-def configuration_for(columns: int) -> Configuration:
+def configuration_for(columns: int, is_full: bool) -> Configuration:
+    """For a card that is full of rows: several of them in a multiprocessor, as few threads each as hold it. Else all threads that a row can use."""
     eights = -(-columns // 8)
-    parts = 1 if eights <= 512 else 2 if eights <= 2048 else 4
+    least = -(-eights // 1024)
+    parts = max(least, min(4, eights // 128)) if is_full else least
     return Configuration(-(-eights // parts // 32) * 32, parts)
 
 
@@ -182,14 +179,13 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         return codes, found, total
     tensors = x, residual, weight, bias, codes, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    chosen = configuration_for(n)
+    chosen = configuration_for(n, rows > 2 * jit.multiprocessors(x.device))
     _kernel(chosen, op, scale is not None, vectors, x.dtype)(
         x.device,
-        min(rows, chosen.blocks * jit.multiprocessors(x.device)) if chosen.ahead(vectors) else rows,
+        rows,
         *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias, scale)),
         0 if scale is None else KINDS[scale.dtype],
         *(0 if t is None else t.data_ptr() for t in (zero_point, codes, found, total)),
-        rows,
         n,
         jit.float_bits(eps),
     )

@@ -5,20 +5,19 @@
 // groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
 //
 // With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
-// depend on the order. With SHARE 2 a cluster's two blocks have neighbouring row blocks and the same tokens, of which each brings a half for both.
+// depend on the order. With HALVES, where the last tiles are for half of the blocks or fewer, all have a tile of half the tokens there.
 //
 // w, its scales and sums and the bias are read before earlier kernels of the stream have ended; x, its scale and zero point after that.
 //
 // n is a multiple of 8, and rows of y begin at multiples of 16 bytes.
 //
-// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; SHARE, 1 with a SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns comes from kernels/ptx.py.
+// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns, with HALVES of half of them too, comes from kernels/ptx.py.
 
 #include "scales.cuh"
 
 #define ROWS (64 * GROUPS)
 #define LARGE (GROUPS == 2 && TOKENS == 256)               // sums need registers that loaders leave: whole warpgroups have to agree on that
 #define WARPS (4 * GROUPS + (LARGE ? 4 : 1))
-#define CLUSTER (SPLIT * SHARE)
 #define W_BYTES (ROWS * 128)
 #define X_BYTES (TOKENS * 128)
 #define STAGE_BYTES ((W_BYTES + X_BYTES) * KB)
@@ -29,6 +28,8 @@
 #define CHUNKS (TOKENS / CHUNK)
 #define CHUNK_BYTES (CHUNK * 128)
 #define LATER (SPLIT == 1 && TOKENS >= 64)                 // a tile is written while the next one's products run
+#define HALVES (LARGE && SPLIT == 1)
+#define BOX (TOKENS / (HALVES ? 2 : 1))                    // tokens that one copy brings
 #define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
@@ -48,66 +49,72 @@ struct Shared {
   __device__ u32 x(int stage) const { return w(stage) + W_BYTES * KB; }
 };
 
-struct Work {  // of a block, and where tile t lies; row_blocks are a cluster's, `mine` says which of it
-  int tiles, row_blocks, token_blocks, together, first_k, last_k, mine;
+struct Place { int row, token; bool half; };
 
-  __device__ int2 place(int t) const {
-    const int group = t / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = t - first * token_blocks;
-    return make_int2(((first + rest % here) * SHARE + mine) * ROWS, rest / here * TOKENS);
+struct Work {  // of a block, and where tile t lies; from `whole` on they are halves
+  int tiles, whole, row_blocks, token_blocks, together, first_k, last_k;
+
+  __device__ Place place(int t) const {
+    const int i = HALVES && t >= whole ? whole + (t - whole) / 2 : t;
+    const int group = i / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = i - first * token_blocks;
+    const bool half = HALVES && t >= whole;
+    return {(first + rest % here) * ROWS, rest / here * TOKENS + (half ? (t - whole) % 2 * (TOKENS / 2) : 0), half};
   }
 };
+
+__device__ __forceinline__ Work work_of(int m, int n, int k, int together, int rank) {
+  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS - 1) / ROWS, token_blocks = (m + TOKENS - 1) / TOKENS;
+  const int tiles = row_blocks * token_blocks, blocks = gridDim.x / SPLIT, last = tiles % blocks, halved = HALVES && 2 * last <= blocks ? last : 0;
+  return {tiles + halved, tiles - halved, row_blocks, token_blocks, together, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+}
+
+__device__ __forceinline__ u32 bytes_of(const Place& at) { return STAGE_BYTES - (at.half ? X_BYTES / 2 * KB : 0); }
 
 __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Shared& shared, const Work& work) {
   const auto copy_w = [&](int stage, int row, int k) {
 #pragma unroll
     for (int b = 0; b < KB; ++b) tma_2d(shared.w(stage) + b * W_BYTES, w, (k * KB + b) * 128, row, shared.full + 8 * stage);
   };
-  const auto copy_x = [&](int stage, int token, int k) {
+  const auto copy_x = [&](int stage, const Place& at, int k) {
 #pragma unroll
-    for (int b = 0; b < KB; ++b) {
-      const u32 to = shared.x(stage) + b * X_BYTES, full = shared.full + 8 * stage;
-      const int column = (k * KB + b) * 128;
-      if (SHARE > 1) tma_2d_to_all(to + work.mine * (X_BYTES / SHARE), x, column, token + work.mine * (TOKENS / SHARE), full, (1 << SHARE) - 1);
-      else tma_2d(to, x, column, token, full);
-    }
+    for (int b = 0; b < KB; ++b)
+#pragma unroll
+      for (int token = 0; token < TOKENS; token += BOX)
+        if (token == 0 || !at.half) tma_2d(shared.x(stage) + b * X_BYTES + token * 128, x, (k * KB + b) * 128, at.token + token, shared.full + 8 * stage);
   };
-  const int start = blockIdx.x / CLUSTER;
-  const int2 at = work.place(start);
+  const int start = blockIdx.x / SPLIT;
+  const Place at = work.place(start);
   const int early = min(STAGES, work.last_k - work.first_k);     // stages that w may fill before earlier kernels have ended
   for (int i = 0; i < early; ++i) {
-    expect(shared.full + 8 * i, STAGE_BYTES);
-    copy_w(i, at.x, work.first_k + i);
+    expect(shared.full + 8 * i, bytes_of(at));
+    copy_w(i, at.row, work.first_k + i);
   }
   wait_for_grid();
-  for (int i = 0; i < early; ++i) copy_x(i, at.y, work.first_k + i);
+  for (int i = 0; i < early; ++i) copy_x(i, at, work.first_k + i);
   Position p;
   int done = 0;
-  for (int t = start; t < work.tiles; t += gridDim.x / CLUSTER) {
-    const int2 place = work.place(t);
+  for (int t = start; t < work.tiles; t += gridDim.x / SPLIT) {
+    const Place place = work.place(t);
     for (int k = work.first_k; k < work.last_k; ++k, p.next(), ++done) {
       if (done < early) continue;
       wait(shared.empty + 8 * p.stage, p.phase ^ 1);
-      expect(shared.full + 8 * p.stage, STAGE_BYTES);
-      copy_w(p.stage, place.x, k);
-      copy_x(p.stage, place.y, k);
+      expect(shared.full + 8 * p.stage, bytes_of(place));
+      copy_w(p.stage, place.row, k);
+      copy_x(p.stage, place, k);
     }
   }
 }
 
-// A stage is free when the products of all that it was brought for have read it.
 __device__ __forceinline__ void release(u32 empty) {
-  const int lane = threadIdx.x % 32;
-  if (SHARE > 1) {
-    if (lane < SHARE) arrive_in_cluster(empty, lane);
-  } else if (lane == 0) {
-    arrive(empty);
-  }
+  if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
-// `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the steps are fewer.
-template <class F> __device__ __forceinline__ void multiply(int (&sums)[SUMS], const Shared& shared, Position& p, int group, int steps, F meanwhile) {
+// Sums of all tokens of a tile, or of half of them. `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the
+// steps are fewer.
+template <int COUNT, class F>
+__device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& shared, Position& p, int group, int steps, F meanwhile) {
 #pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+  for (int i = 0; i < COUNT; ++i) sums[i] = 0;
   int before = -1;                                         // stage that wgmma may still read
   for (int i = 0; i < steps; ++i, p.next()) {
     wait(shared.full + 8 * p.stage, p.phase);
@@ -211,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #if REUSE && (SPLIT - 1) * PART_BYTES > STAGES * STAGE_BYTES
 #error the stages are too few for the parts
 #endif
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
 #endif
 w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* x_scale, const void* w_scale, const void* bias,
           const i8* zero_point, const int* w_sums, int kinds, u16* y, int m, int n, int k, int together) {
@@ -220,17 +227,15 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   const u32 ring = shared_address(memory), end = ring + STAGES * STAGE_BYTES, parts = REUSE ? ring : end, chunks = end + (REUSE ? 0 : (SPLIT - 1) * PART_BYTES), scales = chunks + GROUPS * 2 * CHUNK_BYTES,
             full = scales + GROUPS * TOKENS * 4;
   const Shared shared = {ring, parts, chunks, scales, full, full + 8 * STAGES};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = CLUSTER > 1 ? rank_in_cluster() : 0;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = SPLIT > 1 ? rank_in_cluster() : 0;
   launch_dependents();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) { bar_init(shared.full + 8 * i, 1); bar_init(shared.empty + 8 * i, 4 * GROUPS * SHARE); }
+    for (int i = 0; i < STAGES; ++i) { bar_init(shared.full + 8 * i, 1); bar_init(shared.empty + 8 * i, 4 * GROUPS); }
     fence_bar_init();
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_arrive();
-  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS * SHARE - 1) / (ROWS * SHARE), token_blocks = (m + TOKENS - 1) / TOKENS;
-  const Work work = {row_blocks * token_blocks, row_blocks, token_blocks, together, SPLIT > 1 ? all * rank / SPLIT : 0, SPLIT > 1 ? all * (rank + 1) / SPLIT : all, SHARE > 1 ? rank : 0};
-  if (SHARE > 1) cluster_wait();                           // the other's mbarriers are there
+  if (SPLIT > 1) cluster_arrive();
+  const Work work = work_of(m, n, k, together, rank);
   if (warp >= 4 * GROUPS) {
     give_registers<LARGE ? 40 : 0>();
     if (threadIdx.x == 128 * GROUPS) load(&w, &x, shared, work);
@@ -240,7 +245,6 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
       cluster_arrive();
       if (rank == 0) cluster_wait();
     }
-    if (SHARE > 1) { cluster_arrive(); cluster_wait(); }   // nothing is brought or released for the other any more
     return;
   }
   take_registers<LARGE ? 232 : 0>();
@@ -252,24 +256,27 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   const auto write = [&](int chunk) { tile.write(chunk, chunks_here, n, GROUP_BARRIER + group); };
   const auto write_before = [&](int chunk) { if (LATER) write(chunk); };
   wait_for_grid();
-  for (int t = blockIdx.x / CLUSTER; t < work.tiles; t += gridDim.x / CLUSTER) {
-    const int2 place = work.place(t);
-    const int first = place.x + group * 64;
-    const Ends ends(output, place.x + warp * 16 + threadIdx.x % 32 / 4, place.y, n, m);
+  for (int t = blockIdx.x / SPLIT; t < work.tiles; t += gridDim.x / SPLIT) {
+    const Place place = work.place(t);
+    const int first = place.row + group * 64;
+    const Ends ends(output, place.row + warp * 16 + threadIdx.x % 32 / 4, place.token, n, m);
     int sums[SUMS];
+#if HALVES
+    if (place.half) multiply((int (&)[SUMS / 2])sums, shared, p, group, work.last_k - work.first_k, write_before);
+    else
+#endif
     multiply(sums, shared, p, group, work.last_k - work.first_k, write_before);
     if (SPLIT > 1) {
       add_up(sums, shared.parts, rank);
       if (rank > 0) return;
     }
     tile.fill(sums, output, ends, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group);
-    tile.y = y + (u64)place.y * n + first;
-    tile.tokens = m - place.y;
+    tile.y = y + (u64)place.token * n + first;
+    tile.tokens = min(m - place.token, place.half ? TOKENS / 2 : TOKENS);
     tile.rows = n - first;
     if (!LATER)
       for (int c = 0; c < CHUNKS; ++c) write(c);
   }
   if (LATER)
     for (int c = 0; c < CHUNKS; ++c) write(c);
-  if (SHARE > 1) { cluster_arrive(); cluster_wait(); }
 }

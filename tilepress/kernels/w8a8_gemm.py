@@ -70,13 +70,21 @@ class Configuration:
     k_blocks: int  # of 128 columns, in a stage
     stages: int
     split: int = 1  # blocks of a cluster, which share a tile's columns
-    together: int = 16  # row blocks, or clusters' of them, between which a block goes on to other tokens
-    share: int = 1  # blocks of a cluster that have the same tokens, and bring them for each other
+    together: int = 16  # row blocks between which a block goes on to other tokens
 
     @property
     def threads(self) -> int:
         """Of consumers and a loader warp, or a group of them where consumers need its registers."""
-        return 32 * (4 * self.groups + (4 if self.groups * self.tokens == 512 else 1))
+        return 32 * (4 * self.groups + (4 if self.is_large else 1))
+
+    @property
+    def is_large(self) -> bool:
+        return self.groups == 2 and self.tokens == 256
+
+    @property
+    def box(self) -> int:
+        """Tokens that one copy brings: half of a tile's where a block's last tile may be half of one."""
+        return self.tokens // 2 if self.is_large and self.split == 1 else self.tokens
 
     @property
     def shared_bytes(self) -> int:
@@ -102,17 +110,14 @@ class Configuration:
             "KB": self.k_blocks,
             "STAGES": self.stages,
             "SPLIT": self.split,
-            "SHARE": self.share,
             "BLOCKS": self.blocks,
             "BF16": int(dtype == torch.bfloat16),
         }
-        return jit.source("w8a8_gemm.cu", ptx.wgmma_int8(self.tokens), **macros)
+        return jit.source("w8a8_gemm.cu", "".join(map(ptx.wgmma_int8, sorted({self.tokens, self.box}))), **macros)
 
     def grid(self, m: int, n: int, multiprocessors: int) -> int:
-        tiles = -(-m // self.tokens) * -(-n // (64 * self.groups * self.share))
-        if self.split > 1:
-            return tiles * self.split
-        return min(tiles, multiprocessors * self.blocks // self.share) * self.share
+        tiles = -(-m // self.tokens) * -(-n // (64 * self.groups))
+        return tiles * self.split if self.split > 1 else min(tiles, multiprocessors * self.blocks)
 
 
 @functools.cache
@@ -224,7 +229,7 @@ def multiply(
         k,
     )
     if chosen is not None:
-        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(x, chosen.tokens // chosen.share, 128)
+        maps = jit.tensor_map(weight, 64 * chosen.groups, 128), jit.tensor_map(x, chosen.box, 128)
         grid = chosen.grid(m, n, jit.multiprocessors(x.device))
         _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
     else:
