@@ -195,7 +195,7 @@ def candidates(m: int) -> list[Configuration]:
             choices = (Configuration(groups, t, k_blocks, stages, split) for stages in range(12, 2, -1))
             fitting = next((chosen for chosen in choices if chosen.fits(blocks, w8a8_gemm.SHARED_BYTES)), None)
             if fitting is not None:
-                found += [replace(fitting, together=g) for g in ((16,) if m <= 128 or split > 1 else (4, 8, 16))]
+                found += [replace(fitting, together=g) for g in ((16,) if m <= 128 or split > 1 else (8, 16, 32, 64))]
     return list(dict.fromkeys(found))
 
 

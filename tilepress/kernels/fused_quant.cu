@@ -151,15 +151,18 @@ template <bool SCALED> __device__ __forceinline__ void write_codes(const Row& ro
   }
 }
 
+__device__ __forceinline__ float sigmoid_product(float x, float y) { return __fdividef(x, 1.f + __expf(-y)); }  // x / (1 + e^-y)
+
 __device__ __forceinline__ float activation(float x) {
+  constexpr float ROOT = 0.79788456080286535588f, CUBE = 0.044715f;       // root of 2 / pi
   if (OP == RELU) return x > 0.f || x != x ? x : 0.f;
   if (OP == GELU) return x * 0.5f * (1.f + erff(x * 0.70710678118654752440f));
-  if (OP == GELU_TANH) return 0.5f * x * (1.f + tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+  if (OP == GELU_TANH) return sigmoid_product(x, 2.f * ROOT * (x + CUBE * x * x * x));    // (1 + tanh(u)) / 2 = sigmoid(2 u)
   if (OP == GELU_NEW) {                       // transformers' NewGELUActivation: a module of many operations
-    const float inner = rounded(0.79788456080286535588f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
-    return rounded(0.5f * x) * rounded(1.f + rounded(tanhf(inner)));
+    const float inner = rounded(ROOT * rounded(x + rounded(CUBE * rounded(rounded(x * x) * x))));
+    return rounded(0.5f * x) * rounded(1.f + rounded(sigmoid_product(2.f, 2.f * inner) - 1.f));
   }
-  return __fdividef(x, 1.f + __expf(-x));     // SiLU
+  return sigmoid_product(x, x);               // SiLU
 }
 __device__ __forceinline__ u32 activated(u32 pair) { return to_values(activation(low(pair)), activation(high(pair))); }
 

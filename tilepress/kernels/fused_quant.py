@@ -122,6 +122,7 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
 
 # As fused_quant.cu numbers what it does to a row.
 _QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = range(6)
+_OF_TWO_ROWS = _ADD_RMS_NORM, _ADD_LAYER_NORM, _SILU_MUL
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 
@@ -132,14 +133,10 @@ class Configuration:
     threads: int
     parts: int  # times 8 elements a thread
 
-    @property
-    def blocks(self) -> int:
-        """Of a multiprocessor, which registers have to allow."""
-        return max(1, 1280 // self.threads)
-
     def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
+        blocks = max(1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads)  # of a multiprocessor, by their registers
         macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
-        return jit.source("fused_quant.cu", **macros, BLOCKS=self.blocks, BF16=int(dtype == torch.bfloat16))
+        return jit.source("fused_quant.cu", **macros, BLOCKS=blocks, BF16=int(dtype == torch.bfloat16))
 
 
 @functools.cache
