@@ -5,7 +5,8 @@
 // groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
 //
 // With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
-// depend on the order. With HALVES, where the last tiles are for half of the blocks or fewer, all have a tile of half the tokens there.
+// depend on the order. With HALVES the last tiles, where they are for half of the blocks or fewer, are cut in two of 64 rows:
+// a warpgroup has half of the tokens there.
 //
 // w, its scales and sums and the bias are read before earlier kernels of the stream have ended; x, its scale and zero point after that.
 //
@@ -27,9 +28,9 @@
 #define CHUNK (TOKENS < 32 ? TOKENS : 32)                  // tokens that a warpgroup writes at once
 #define CHUNKS (TOKENS / CHUNK)
 #define CHUNK_BYTES (CHUNK * 128)
-#define LATER (SPLIT == 1 && TOKENS >= 64)                 // a tile is written while the next one's products run
-#define HALVES (LARGE && SPLIT == 1)
-#define BOX (TOKENS / (HALVES ? 2 : 1))                    // tokens that one copy brings
+#define LATER (SPLIT == 1 && TOKENS >= 128)                // a tile is written while the next one's products run
+#define HALVES (GROUPS == 2 && SPLIT == 1 && TOKENS >= 16)
+#define BOX (HALVES ? 64 : ROWS)                           // rows of w that one copy brings
 #define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
@@ -58,7 +59,7 @@ struct Work {  // of a block, and where tile t lies; from `whole` on they are ha
     const int i = HALVES && t >= whole ? whole + (t - whole) / 2 : t;
     const int group = i / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = i - first * token_blocks;
     const bool half = HALVES && t >= whole;
-    return {(first + rest % here) * ROWS, rest / here * TOKENS + (half ? (t - whole) % 2 * (TOKENS / 2) : 0), half};
+    return {(first + rest % here) * ROWS + (half ? (t - whole) % 2 * 64 : 0), rest / here * TOKENS, half};
   }
 };
 
@@ -68,26 +69,26 @@ __device__ __forceinline__ Work work_of(int m, int n, int k, int together, int r
   return {tiles + halved, tiles - halved, row_blocks, token_blocks, together, all * rank / SPLIT, all * (rank + 1) / SPLIT};
 }
 
-__device__ __forceinline__ u32 bytes_of(const Place& at) { return STAGE_BYTES - (at.half ? X_BYTES / 2 * KB : 0); }
+__device__ __forceinline__ u32 bytes_of(const Place& at) { return STAGE_BYTES - (at.half ? W_BYTES / 2 * KB : 0); }
 
 __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Shared& shared, const Work& work) {
-  const auto copy_w = [&](int stage, int row, int k) {
-#pragma unroll
-    for (int b = 0; b < KB; ++b) tma_2d(shared.w(stage) + b * W_BYTES, w, (k * KB + b) * 128, row, shared.full + 8 * stage);
-  };
-  const auto copy_x = [&](int stage, const Place& at, int k) {
+  const auto copy_w = [&](int stage, const Place& at, int k) {
 #pragma unroll
     for (int b = 0; b < KB; ++b)
 #pragma unroll
-      for (int token = 0; token < TOKENS; token += BOX)
-        if (token == 0 || !at.half) tma_2d(shared.x(stage) + b * X_BYTES + token * 128, x, (k * KB + b) * 128, at.token + token, shared.full + 8 * stage);
+      for (int row = 0; row < ROWS; row += BOX)
+        if (row == 0 || !at.half) tma_2d(shared.w(stage) + b * W_BYTES + row * 128, w, (k * KB + b) * 128, at.row + row, shared.full + 8 * stage);
+  };
+  const auto copy_x = [&](int stage, const Place& at, int k) {
+#pragma unroll
+    for (int b = 0; b < KB; ++b) tma_2d(shared.x(stage) + b * X_BYTES, x, (k * KB + b) * 128, at.token, shared.full + 8 * stage);
   };
   const int start = blockIdx.x / SPLIT;
   const Place at = work.place(start);
   const int early = min(STAGES, work.last_k - work.first_k);     // stages that w may fill before earlier kernels have ended
   for (int i = 0; i < early; ++i) {
     expect(shared.full + 8 * i, bytes_of(at));
-    copy_w(i, at.row, work.first_k + i);
+    copy_w(i, at, work.first_k + i);
   }
   wait_for_grid();
   for (int i = 0; i < early; ++i) copy_x(i, at, work.first_k + i);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
       if (done < early) continue;
       wait(shared.empty + 8 * p.stage, p.phase ^ 1);
       expect(shared.full + 8 * p.stage, bytes_of(place));
-      copy_w(p.stage, place.row, k);
+      copy_w(p.stage, place, k);
       copy_x(p.stage, place, k);
     }
   }
@@ -109,16 +110,16 @@ __device__ __forceinline__ void release(u32 empty) {
   if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
-// Sums of all tokens of a tile, or of half of them. `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the
+// Sums of 64 rows, whose first one is `w_at` bytes from w's in a stage, and tokens, which begin at `x_at`. `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the
 // steps are fewer.
 template <int COUNT, class F>
-__device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& shared, Position& p, int group, int steps, F meanwhile) {
+__device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& shared, Position& p, int w_at, int x_at, int steps, F meanwhile) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) sums[i] = 0;
   int before = -1;                                         // stage that wgmma may still read
   for (int i = 0; i < steps; ++i, p.next()) {
     wait(shared.full + 8 * p.stage, p.phase);
-    const u64 a = descriptor(shared.w(p.stage) + group * 8192), b = descriptor(shared.x(p.stage));
+    const u64 a = descriptor(shared.w(p.stage) + w_at), b = descriptor(shared.x(p.stage) + x_at);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
@@ -162,14 +163,14 @@ __device__ __forceinline__ void add_up(int (&sums)[SUMS], u32 parts, int rank) {
 
 // What a thread needs to write its part of a tile, asked for before the products.
 struct Ends {
-  Output::Row above, below;
-  float scales[SCALES];
+  Output::Bits above, below;
+  u32 scales[SCALES];
 
   __device__ Ends(const Output& output, int row, int token, int n, int m) {
-    above = output.row(row, n);
-    below = output.row(row + 8, n);
+    above = output.bits(row, n);
+    below = output.bits(row + 8, n);
 #pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = output.x_scale[min(token + i * 128 + (int)threadIdx.x % 128, m - 1)];
+    for (int i = 0; i < SCALES; ++i) scales[i] = output.x_scale.bits(min(token + i * 128 + (int)threadIdx.x % 128, m - 1));
   }
 };
 
@@ -181,15 +182,19 @@ struct Tile {  // y of a warpgroup's 64 rows, which still has to be written
   __device__ __forceinline__ void fill(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 scales, int barrier) {
 #pragma unroll
     for (int i = 0; i < SCALES; ++i)
-      if (i * 128 + threadIdx.x % 128 < TOKENS) sts32(scales + (i * 128 + threadIdx.x % 128) * 4, __float_as_uint(ends.scales[i]));
+      if (i * 128 + threadIdx.x % 128 < TOKENS) sts32(scales + (i * 128 + threadIdx.x % 128) * 4, __float_as_uint(output.x_scale.number(ends.scales[i])));
     bar_sync(barrier, 128);
+    if (output.is_plain()) scale<true>(sums, output, output.row(ends.above), output.row(ends.below), scales);
+    else scale<false>(sums, output, output.row(ends.above), output.row(ends.below), scales);
+  }
+  template <bool PLAIN> __device__ __forceinline__ void scale(const int (&sums)[SUMS], const Output& output, const Output::Row& row, const Output::Row& row8, u32 scales) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j) {
       const int* sum = sums + j * 4;
       const uint2 both = lds64(scales + (j * 8 + threadIdx.x % 4 * 2) * 4);
       const float left = __uint_as_float(both.x), right = __uint_as_float(both.y);
-      above[j] = to_values(output.number(sum[0], ends.above, left), output.number(sum[1], ends.above, right));
-      below[j] = to_values(output.number(sum[2], ends.below, left), output.number(sum[3], ends.below, right));
+      above[j] = to_values(output.number<PLAIN>(sum[0], row, left), output.number<PLAIN>(sum[1], row, right));
+      below[j] = to_values(output.number<PLAIN>(sum[2], row8, left), output.number<PLAIN>(sum[3], row8, right));
     }
   }
   // A chunk of tokens: transposed in shared memory, and from there in rows of 128 bytes to y.
@@ -248,7 +253,6 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
     return;
   }
   take_registers<LARGE ? 232 : 0>();
-  const Output output = output_of(x_scale, w_scale, bias, zero_point, w_sums, kinds);
   const int group = warp / 4;
   Position p;
   Tile tile;
@@ -256,24 +260,26 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
   const auto write = [&](int chunk) { tile.write(chunk, chunks_here, n, GROUP_BARRIER + group); };
   const auto write_before = [&](int chunk) { if (LATER) write(chunk); };
   wait_for_grid();
+  const Output output = output_of(x_scale, w_scale, bias, zero_point, w_sums, kinds);
   for (int t = blockIdx.x / SPLIT; t < work.tiles; t += gridDim.x / SPLIT) {
-    const Place place = work.place(t);
-    const int first = place.row + group * 64;
-    const Ends ends(output, place.row + warp * 16 + threadIdx.x % 32 / 4, place.token, n, m);
+    Place place = work.place(t);
+    if (place.half) place.token += group * (TOKENS / 2);
+    else place.row += group * 64;
+    const Ends ends(output, place.row + warp % 4 * 16 + threadIdx.x % 32 / 4, place.token, n, m);
     int sums[SUMS];
 #if HALVES
-    if (place.half) multiply((int (&)[SUMS / 2])sums, shared, p, group, work.last_k - work.first_k, write_before);
+    if (place.half) multiply((int (&)[SUMS / 2])sums, shared, p, 0, group * (X_BYTES / 2), work.last_k - work.first_k, write_before);
     else
 #endif
-    multiply(sums, shared, p, group, work.last_k - work.first_k, write_before);
+    multiply(sums, shared, p, group * 8192, 0, work.last_k - work.first_k, write_before);
     if (SPLIT > 1) {
       add_up(sums, shared.parts, rank);
       if (rank > 0) return;
     }
     tile.fill(sums, output, ends, shared.scales + group * TOKENS * 4, GROUP_BARRIER + group);
-    tile.y = y + (u64)place.token * n + first;
+    tile.y = y + (u64)place.token * n + place.row;
     tile.tokens = min(m - place.token, place.half ? TOKENS / 2 : TOKENS);
-    tile.rows = n - first;
+    tile.rows = n - place.row;
     if (!LATER)
       for (int c = 0; c < CHUNKS; ++c) write(c);
   }

@@ -79,13 +79,13 @@ w8a8_mma(const i8* w, const i8* x, const void* x_scale, const void* w_scale, con
   for (int h = 0; h < 4; ++h) {                            // of the warp's 4 groups of 8 rows
     const int mine = row + top + h * 8;
     if (mine >= n) continue;
-    const Output::Row r = output.row(mine, n);
+    const Output::Row r = output.row(output.bits(mine, n));
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int t = token + warp % 2 * 32 + j * 8 + lane % 4 * 2 + e;
-        if (t < m) y[(u64)t * n + mine] = to_values(output.number(sums[h / 2][j][h % 2 * 2 + e], r, output.x_scale[t]), 0.f);
+        if (t < m) y[(u64)t * n + mine] = to_values(output.number<false>(sums[h / 2][j][h % 2 * 2 + e], r, output.x_scale[t]), 0.f);
       }
   }
 }
