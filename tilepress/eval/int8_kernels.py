@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,10 @@ ops = torch.ops.tilepress
 _FLOOR_GBPS = 4300.0  # a copy's, on an H200: what floors of memory-bound ops are reckoned with
 _ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a W8A16 product, relative to float64
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # M of the tuner's table
-TUNED_SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192))  # its N, K
+TUNED_SHAPES = (
+    *((2048, 2048), (4096, 4096), (6144, 4096), (14336, 4096), (28672, 4096)),
+    *((4096, 14336), (8192, 8192), (57344, 8192)),
+)  # its N, K
 
 
 def _check_card() -> None:
@@ -185,18 +188,25 @@ def _check_codes(name: str, found, expected) -> None:
 
 def candidates(m: int) -> list[Configuration]:
     """Configurations that a tuner tries for m tokens: stages as many as one block, or each of two, of a multiprocessor has room for."""
-    most_tokens, least_tokens = (m, m // 2) if m <= 128 else (256, 64 if m <= 256 else 128)
-    tokens = [t for t in (8, 16, 32, 64, 128, 256) if least_tokens <= t <= max(most_tokens, 8)]
+    if m > 256:
+        return [
+            _fitting(1, groups, tokens, 1, split, together)
+            for groups, tokens in ((2, 128), (2, 256))
+            for split, together in ((1, 16), (1, 32), (1, 64), (2, 16))
+            if split == 1 or m <= 512
+        ]
+    tokens = [t for t in (8, 16, 32, 64, 128, 256) if m <= 2 * t and t <= max(m, 8)]
     found = []
-    for t, groups, k_blocks, split in itertools.product(tokens, (1, 2), (1, 2, 4), (1, 2, 4)):
-        if (split > 2 and m > 128) or (k_blocks == 4 and t > 16) or k_blocks * t > 256:
-            continue
-        for blocks in (1, 2):
-            choices = (Configuration(groups, t, k_blocks, stages, split) for stages in range(12, 2, -1))
-            fitting = next((chosen for chosen in choices if chosen.fits(blocks, w8a8_gemm.SHARED_BYTES)), None)
-            if fitting is not None:
-                found += [replace(fitting, together=g) for g in ((16,) if m <= 128 or split > 1 else (8, 16, 32, 64))]
-    return list(dict.fromkeys(found))
+    for blocks, t, groups, k_blocks, split in itertools.product((1, 2), tokens, (1, 2), (1, 2, 4), (1, 2, 4)):
+        if k_blocks * t <= (64 if k_blocks == 4 else 256) and (split < 4 or m <= 128):
+            found.append(_fitting(blocks, groups, t, k_blocks, split, 16))
+    return [chosen for chosen in dict.fromkeys(found) if chosen is not None]
+
+
+def _fitting(blocks: int, groups: int, tokens: int, k_blocks: int, split: int, together: int) -> Configuration | None:
+    """With the most stages of which so many blocks fit a multiprocessor, 3 at least."""
+    choices = (Configuration(groups, tokens, k_blocks, stages, split, together) for stages in range(12, 2, -1))
+    return next((chosen for chosen in choices if chosen.fits(blocks, w8a8_gemm.SHARED_BYTES)), None)
 
 
 def tune(shapes, columns, progress: Callable[[str], None]) -> dict:
@@ -218,12 +228,14 @@ def _times(x: tuple[Tensor, Tensor], weights: list[Tensor], scale: Tensor) -> di
     """Microseconds of each candidate. Raises TilepressError for one that is wrong."""
     (n, k), m = weights[0].shape, len(x[0])
     expected = w8a8_gemm.w8a8_gemm_ref(*x, None, weights[0], scale, None, torch.bfloat16)
-    times = {}
-    for chosen in candidates(m):
-        launch = partial(_multiply, chosen, x, weights, scale)
-        if not torch.equal(launch(0), expected):
-            raise TilepressError(f"{chosen}, {n} x {k}, M = {m}: wrong results")
-        times[chosen] = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 5e8, replays=5)[0]
+    times: dict[Configuration, float] = {}
+    for _ in range(2):  # the better of two: clocks vary
+        for chosen in candidates(m):
+            launch = partial(_multiply, chosen, x, weights, scale)
+            if chosen not in times and not torch.equal(launch(0), expected):
+                raise TilepressError(f"{chosen}, {n} x {k}, M = {m}: wrong results")
+            us = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 5e8, replays=5)[0]
+            times[chosen] = min(us, times.get(chosen, us))
     return times
 
 

@@ -38,7 +38,7 @@ def time_us(
         for i in range(copies):
             launch(i)
     torch.cuda.current_stream().wait_stream(side)
-    count = copies * max(1, math.ceil(max(_GRAPH_US / guess_us, 4) / copies))
+    count = copies * max(1, math.ceil(max(_GRAPH_US / guess_us, 2) / copies))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):

@@ -134,7 +134,9 @@ class Configuration:
     parts: int  # times 8 elements a thread
 
     def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
-        blocks = max(1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads)  # of a multiprocessor, by their registers
+        blocks = max(
+            1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
+        )  # of a multiprocessor, by their registers
         macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
         return jit.source("fused_quant.cu", **macros, BLOCKS=blocks, BF16=int(dtype == torch.bfloat16))
 

@@ -113,7 +113,11 @@ class Configuration:
             "BLOCKS": self.blocks,
             "BF16": int(dtype == torch.bfloat16),
         }
-        return jit.source("w8a8_gemm.cu", "".join(map(ptx.wgmma_int8, sorted({self.tokens, self.tokens // 2} if self.halves else {self.tokens}))), **macros)
+        return jit.source(
+            "w8a8_gemm.cu",
+            "".join(map(ptx.wgmma_int8, sorted({self.tokens, self.tokens // 2} if self.halves else {self.tokens}))),
+            **macros,
+        )
 
     def grid(self, m: int, n: int, multiprocessors: int) -> int:
         tiles = -(-m // self.tokens) * -(-n // (64 * self.groups))
@@ -229,7 +233,10 @@ def multiply(
         k,
     )
     if chosen is not None:
-        maps = jit.tensor_map(weight, 64 if chosen.halves else 64 * chosen.groups, 128), jit.tensor_map(x, chosen.tokens, 128)
+        maps = (
+            jit.tensor_map(weight, 64 if chosen.halves else 64 * chosen.groups, 128),
+            jit.tensor_map(x, chosen.tokens, 128),
+        )
         grid = chosen.grid(m, n, jit.multiprocessors(x.device))
         _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
     else:
