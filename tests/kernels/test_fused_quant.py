@@ -61,8 +61,8 @@ def test_kernels_against_references(n, dtype, kind):
             if name == "activation_int8" and args[1] == "gelu_new":  # torch rounds what is between otherwise on a CPU
                 expected = [t.cpu() for t in fused_quant.activation_int8_ref(*there[0], *there[1:])]
             elif name == "activation_int8":  # better than torch's, which loses small results
-                exact = ACTIVATIONS[args[1]](args[0].double()).to(dtype)
-                expected = run("quantize_int8", (exact,), PER_TOKEN, scale, zero_point)
+                rounded = ACTIVATIONS[args[1]](args[0].double()).to(dtype)
+                expected = run("quantize_int8", (rounded,), PER_TOKEN, scale, zero_point)
             found = [t.cpu() for t in run(name, *there)]
             codes, scales = found[:2]
             assert codes.shape == expected[0].shape and scales.shape == expected[1].shape, name

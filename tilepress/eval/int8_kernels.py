@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tilepress.eval.kernels import copies_of, dense_us, environment, read_gbps, time_us
+from tilepress.eval.kernels import copies_of, dense_us, dense_work, environment, read_gbps, sustained_us, time_us
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
 from tilepress.kernels import fused_quant, jit, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.fused_quant import PER_TOKEN
@@ -20,6 +20,7 @@ from tilepress.kernels.w8a8_gemm import Configuration
 ops = torch.ops.tilepress
 _FLOOR_GBPS = 4300.0  # a copy's, on an H200: what floors of memory-bound ops are reckoned with
 _ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a W8A16 product, relative to float64
+_LARGE = 2048  # M from which a card's power limits it: times of sustained work too
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # M of the tuner's table
 TUNED_SHAPES = (
     *((2048, 2048), (4096, 4096), (6144, 4096), (14336, 4096), (28672, 4096)),
@@ -65,6 +66,8 @@ def gemm(shapes, columns, dtypes, progress: Callable[[str], None]) -> dict:
             for row in (_w8a8_row(m, weights, scale, dtype), _w8a16_row(x, weights, scale)):
                 row = {"M": m, "N": n, "K": k, "w_scale": "channel"} | row
                 row |= {"us_dense": us_dense, "speedup": us_dense / row["us"], "share_of_read": row["gbps"] / bandwidth}
+                if "us_sustained" in row:
+                    row["us_dense_sustained"] = sustained_us(*dense_work(x, dense)[1])
                 rows.append(row)
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
@@ -79,9 +82,10 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
     expected = w8a8_gemm.w8a8_gemm_ref(codes, x_scale, None, weights[0], scale, None, dtype)
     if not torch.equal(launch(0), expected):
         raise TilepressError(f"W8A8, {n} x {k}, M = {m}: {int((launch(0) != expected).sum())} elements are wrong")
-    us, spread = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 5e8)
+    work = launch, len(weights), n * k / 4e6 + m * n * k / 5e8
+    us, spread = time_us(*work)
     chosen = w8a8_gemm.configuration_for(m, n, k)
-    return {
+    return ({"us_sustained": sustained_us(*work)} if m >= _LARGE else {}) | {
         "op": "w8a8_gemm",
         "dtype": dtype_name(dtype),
         "x_scale": "token",

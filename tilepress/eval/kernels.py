@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import statistics
+import time
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,13 +26,32 @@ _SUMMING = 2**-16  # of one element, relative to the sum of its products' magnit
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
 _REPLAYS = 15
 _GRAPH_US = 2000  # of work in a graph, at least
-_MOST_US = 20_000  # of all replays, where five are not longer: a card that computes for longer lowers its clocks
+_MOST_US = 12_000  # of all replays, where five are not longer: after that a card that multiplies large matrices lowers its clocks
+_LONG_US, _REST_S = 40, 0.05  # a launch so long finds a card that has rested: what ran before does not count
+_SUSTAINED_US = 250_000
 
 
 def time_us(
     launch: Callable[[int], object], copies: int, guess_us: float, replays: int = _REPLAYS
 ) -> tuple[float, float]:
     """Median microseconds of a launch, and the spread of the middle half of the replays relative to it. `launch(i)` works on copy i."""
+    graph, count = _graph_of(launch, copies, guess_us)
+    if guess_us > _LONG_US:
+        time.sleep(_REST_S)
+    times = [us / count for us in _replays(graph, replays, _MOST_US)]
+    quarters = statistics.quantiles(times, n=4)
+    return (median := statistics.median(times)), (quarters[2] - quarters[0]) / median
+
+
+def sustained_us(launch: Callable[[int], object], copies: int, guess_us: float) -> float:
+    """Microseconds of a launch at the clocks to which a quarter of a second of them brings the card: the median of the second half."""
+    graph, count = _graph_of(launch, copies, guess_us)
+    times = _replays(graph, 1 << 30, _SUSTAINED_US)
+    return statistics.median(times[len(times) // 2 :]) / count
+
+
+def _graph_of(launch: Callable[[int], object], copies: int, guess_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of launches over all copies, and how many they are."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -43,21 +63,22 @@ def time_us(
     with torch.cuda.graph(graph):
         for i in range(count):
             launch(i % copies)
+    return graph, count
+
+
+def _replays(graph: torch.cuda.CUDAGraph, most: int, most_us: float) -> list[float]:
+    """Microseconds of each replay after a first one: at least 5 of `most`, and so many that they last `most_us`."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
+    times: list[float] = []
+    while len(times) < min(most, 5) or (len(times) < most and sum(times) < most_us):
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-        if len(times) >= 5 and sum(times) * count > _MOST_US:
-            break
-    median = statistics.median(times)
-    quarters = statistics.quantiles(times, n=4)
-    return median, (quarters[2] - quarters[0]) / median
+        times.append(start.elapsed_time(end) * 1000)
+    return times
 
 
 def copies_of(nbytes: int) -> int:
@@ -103,11 +124,16 @@ def sparse_weight(rows: int, cols: int, sparsity: float, dtype: torch.dtype) -> 
 
 def dense_us(x: Tensor, weight: Tensor) -> float:
     """The better of torch.matmul and F.linear."""
+    return min(time_us(*work)[0] for work in dense_work(x, weight))
+
+
+def dense_work(x: Tensor, weight: Tensor) -> list[tuple[Callable[[int], object], int, float]]:
+    """What time_us takes for each."""
     copies = copies_of(weight.nbytes)
     weights = [weight, *(weight.clone() for _ in range(copies - 1))]
     guess = max(weight.nbytes / 4.0e6, x.numel() * len(weight) / 4e8) + 4
     calls = (lambda i: torch.matmul(x, weights[i].t()), lambda i: linear(x, weights[i]))
-    return min(time_us(call, copies, guess)[0] for call in calls)
+    return [(call, copies, guess) for call in calls]
 
 
 def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
