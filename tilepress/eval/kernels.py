@@ -5,8 +5,8 @@ import itertools
 import math
 import os
 import statistics
-import time
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,148 +1,129 @@
-// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on mma.sync, sm_80 and later: for few tokens, as fast as w can be read.
+// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on the tensor cores of sm_90a: for few tokens, as fast as w can be read.
 //
-// A unit is 128 rows of w by 128 of its columns. Each of eight warps reads 16 rows straight into registers, 16 bytes a lane from each of two rows, and makes
-// them operand A; x comes through a ring in shared memory. The 16 columns of k that a lane has are taken in whatever order is convenient, by w and x
-// alike. All units are one row, of which every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
+// A unit is 128 rows of w by 128 of its columns. A loader warp copies units and x's columns to slots in shared memory (TMA, mbarriers); two consumer
+// warpgroups, 64 rows each, make values of the codes, wgmma's operand A in registers, with x in the slot as operand B. All units are one row, of which
+// every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
 //
-// w, its scales and the bias are read before earlier kernels of the stream have ended (sm_90).
+// w, its scales and the bias are read before earlier kernels of the stream have ended.
 //
-// Macros: NT tokens, 8 .. 64; BLOCKS of a multiprocessor; BF16. 256 threads. k is a multiple of 16; rows of x are `stride` apart, a multiple of 8, and
-// 16-byte aligned.
+// Macros: NT tokens, 8 .. 64; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of NT columns comes from kernels/ptx.py.
 
 #include "scales.cuh"
 #include "split_sum.cuh"
 #include "output.cuh"
+#include "codes.cuh"
 
-#define STAGES 4
-#define X_BYTES (NT * 256)                    // of a stage: 128 columns
-#define FACTOR (BF16 ? 64.f : 512.f)          // sums are so many times too small
+#define X_BYTES (NT * 256)
+#define W_BYTES (128 * 128)
+#define PART 4                                             // steps of 16 columns that are read, then multiplied while the next ones are read
+enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool ok) {  // zeros if not
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+struct Position {  // in the slots
+  int slot = 0;
+  u32 phase = 0;
 
-__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Two codes, each 128 more in the low byte of a half, to values FACTOR times smaller: such a half is a denormal, or next to them, and linear in the code.
-__device__ __forceinline__ u32 expand(u32 halves) {
-  u32 r;
-#if BF16
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(halves), "r"(0x7f007f00), "r"(0xc000c000));   // 2^-133 (code + 128) 2^127 - 2
-#else
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(halves), "r"(0x78007800), "r"(0xb400b400));    // 2^-24 (code + 128) 2^15 - 1/4
-#endif
-  return r;
-}
-
-struct Weights {  // of a unit: of two rows of a warp's 16 two times 16 columns
-  uint4 q[2][2];
-
-  __device__ __forceinline__ void load(const i8* w, int row, int column, int n, int k) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        const int r = row + below * 8, c = column + half * 64;
-        q[half][below] = make_uint4(0, 0, 0, 0);
-        ldg128_if(q[half][below], w + (u64)r * k + c, r < n && c < k);
-      }
+  __device__ void next() {
+    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
   }
 };
 
-__device__ __forceinline__ void copy_x(u32 to, const u16* x, int column, int m, int k, int stride) {
-#pragma unroll
-  for (int i = threadIdx.x; i < NT * 16; i += 256) {
-    const int token = i / 16, c = column + i % 16 * 8;
-    const bool ok = token < m && c < k;
-    copy_16(to + token * 256 + (i % 16 ^ token % 2) * 16, ok ? x + (u64)token * stride + c : x, ok);
-  }
-}
+struct Slots {
+  u32 x, w, full, empty;
 
-__device__ __forceinline__ void multiply(float (&sums)[NT / 2], const Weights& w, u32 x) {
-  const int token = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 a[4][4];                              // of four k16 steps
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const u32 words[4] = {w.q[half][below].x, w.q[half][below].y, w.q[half][below].z, w.q[half][below].w};
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        const u32 codes = words[s] ^ 0x80808080;
-        a[s][below] = expand(__byte_perm(codes, 0, 0x4140));
-        a[s][2 + below] = expand(__byte_perm(codes, 0, 0x4342));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < NT / 8; ++j) {
-      const u32 at = x + (j * 8 + token) * 256;
-      const int piece = half * 8 + quad * 2;
-      const uint4 first = lds128(at + (piece ^ token % 2) * 16), second = lds128(at + (piece + 1 ^ token % 2) * 16);
-      mma(sums + 4 * j, a[0], first.x, first.y);
-      mma(sums + 4 * j, a[1], first.z, first.w);
-      mma(sums + 4 * j, a[2], second.x, second.y);
-      mma(sums + 4 * j, a[3], second.z, second.w);
-    }
-  }
-}
+  __device__ u32 x_of(int slot) const { return x + slot * X_BYTES; }
+  __device__ u32 w_of(int slot) const { return w + slot * W_BYTES; }
+};
 
-extern "C" __global__ void __launch_bounds__(256, BLOCKS)
-w8a16_gemm(const i8* w, const u16* x, const void* w_scale, const void* bias, int kinds, u16* y, float* sums_left, u64* left, u64 ticket, int m, int n, int k,
-           int stride, int k_blocks, int units) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  const u32 ring = shared_address(memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = warp * 16 + lane / 4;
-  const Parts parts = {sums_left, left, ticket, 2, (int)threadIdx.x / 128};
-  const int share = units / gridDim.x, more = units % gridDim.x;
-  const auto cut = [=](int b) { return b * share + min(b, more); };
-  const int begin = cut(blockIdx.x);
-  int unit = cut(blockIdx.x + 1);
-  const auto load = [&](Weights& to, int u) {
-    if (u > begin) to.load(w, (u - 1) / k_blocks * 128 + top, (u - 1) % k_blocks * 128 + lane % 4 * 16, n, k);
+// w of as many units as there are slots is asked for before earlier kernels have ended, x of them then, all others as slots become empty.
+__device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Slots& slots, int begin, int end, int k_blocks) {
+  const auto copy_w = [&](int slot, int unit) {
+    expect(slots.full + 8 * slot, W_BYTES + X_BYTES);
+    tma_2d(slots.w_of(slot), w, unit % k_blocks * 128, unit / k_blocks * 128, slots.full + 8 * slot);
   };
-  const auto bring = [&](int stage, int u) {
-    if (u > begin) copy_x(ring + stage * X_BYTES, x, (u - 1) % k_blocks * 128, m, k, stride);
-    copies_end();
+  const auto copy_x = [&](int slot, int unit) {
+    const int column = unit % k_blocks * 128;
+    tma_2d(slots.x_of(slot), x, column, 0, slots.full + 8 * slot);
+    tma_2d(slots.x_of(slot) + X_BYTES / 2, x, column + 64, 0, slots.full + 8 * slot);
   };
-  Weights now, next;
-  load(now, unit);
-#if __CUDA_ARCH__ >= 900
-  launch_dependents();
+  const int early = min(SLOTS, end - begin);
+  for (int i = 0; i < early; ++i) copy_w(i, end - 1 - i);
   wait_for_grid();
-#endif
+  for (int i = 0; i < early; ++i) copy_x(i, end - 1 - i);
+  Position at;
+  for (int i = 0; i < end - begin; ++i, at.next()) {
+    if (i < early) continue;
+    wait(slots.empty + 8 * at.slot, at.phase ^ 1);
+    copy_w(at.slot, end - 1 - i);
+    copy_x(at.slot, end - 1 - i);
+  }
+}
+
+// Operand A of steps FIRST .. FIRST + PART - 1. `codes`: the thread's first two of a row; the row's 16-byte piece p stands at p ^ (row % 8).
+template <int FIRST> __device__ __forceinline__ void read_steps(u32 (&a)[PART][4], u32 codes) {
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) bring(i, unit - i);
-  int stage = 0;
-  while (unit > begin) {
+  for (int s = 0; s < PART; ++s) {
+    const u32 at = codes ^ (FIRST + s) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[s][i] = expand(__byte_perm(lds16(at + i % 2 * 1024 + i / 2 * 8), 0, 0x4140) ^ 0x00800080);
+  }
+}
+
+template <int FIRST> __device__ __forceinline__ void multiply(float (&sums)[NT / 2], u32 (&a)[2][PART][4], u32 codes, u64 x, u32& before) {
+  u32 (&mine)[PART][4] = a[FIRST / PART % 2];
+  read_steps<FIRST>(mine, codes);
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < PART; ++s) wgmma(sums, mine[s], x + (FIRST + s) / 4 * (X_BYTES / 2 / 16) + (FIRST + s) % 4 * 2);
+  wgmma_commit();
+  wgmma_wait<1>();
+  if (FIRST == 0 && threadIdx.x % 32 == 0 && before) arrive(before);
+  if constexpr (FIRST + PART < 8) multiply<FIRST + PART>(sums, a, codes, x, before);
+}
+
+extern "C" __global__ void __launch_bounds__(288, BLOCKS)
+w8a16_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* w_scale, const void* bias, int kinds, u16* y, float* sums_left,
+           u64* left, u64 ticket, int m, int n, int k_blocks, int units) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const u32 base = shared_address(memory), bars = base + SLOTS * (X_BYTES + W_BYTES);
+  const Slots slots = {base, base + SLOTS * X_BYTES, bars, bars + 8 * SLOTS};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, share = units / gridDim.x, more = units % gridDim.x;
+  const auto cut = [=](int b) { return b * share + min(b, more); };
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SLOTS; ++i) { bar_init(slots.full + 8 * i, 1); bar_init(slots.empty + 8 * i, 8); }
+    fence_bar_init();
+  }
+  __syncthreads();
+  const int begin = cut(blockIdx.x), end = cut(blockIdx.x + 1);
+  if (warp == 8) {
+    if (lane == 0) load(&w, &x, slots, begin, end, k_blocks);
+    return;
+  }
+  wait_for_grid();
+  const Parts parts = {sums_left, left, ticket, 2, warp / 4};
+  const u32 codes = slots.w + (warp * 16 + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 2;
+  Position at;
+  for (int unit = end; unit > begin;) {
     const int start = (unit - 1) / k_blocks * k_blocks, stop = max(begin, start);
     const bool has_end = unit == start + k_blocks;
     float sums[NT / 2];
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) sums[i] = 0.f;
-    for (; unit > stop; --unit) {
-      load(next, unit - 1);
-      wait_for_copies<STAGES - 2>();
-      __syncthreads();                        // x is there for all, and all have read the stage before
-      bring((stage + STAGES - 1) % STAGES, unit - STAGES + 1);
-      multiply(sums, now, ring + stage * X_BYTES);
-      stage = (stage + 1) % STAGES;
-      now = next;
+    u32 a[2][PART][4], before = 0;                         // `before`: barrier of the unit before, which wgmma may still read
+    for (; unit > stop; --unit, at.next()) {
+      wait(slots.full + 8 * at.slot, at.phase);
+      multiply<0>(sums, a, codes + at.slot * W_BYTES, descriptor(slots.x_of(at.slot)), before);
+      before = slots.empty + 8 * at.slot;
     }
+    wgmma_wait<0>();
+    if (lane == 0) arrive(before);
     if (!has_end) {
       parts.store(sums, blockIdx.x);
-      bar_sync(1 + parts.mine, 128);
+      bar_sync(GROUP_BARRIER + parts.mine, 128);
       if (threadIdx.x % 128 == 0) parts.announce(blockIdx.x);
       continue;
     }
-    if (stop > start) parts.add(sums, start, blockIdx.x, cut, 1 + parts.mine);
-    const Numbers scale = {w_scale, kinds >> 4 & 15, kinds >> 16 & 1}, offset = {bias, kinds >> 8 & 15, 1};
-    const int row = start / k_blocks * 128 + warp * 16, mine = min(row + lane / 4, n - 1), below = min(row + lane / 4 + 8, n - 1);
-    const float s = scale[mine] * FACTOR, below_s = scale[below] * FACTOR, b = bias ? offset[mine] : 0.f, below_b = bias ? offset[below] : 0.f;
-    write_m64(sums, row, y, m, n, [=](float sum, bool is_below, int) { return is_below ? sum * below_s + below_b : sum * s + b; });
+    if (stop > start) parts.add(sums, start, blockIdx.x, cut, GROUP_BARRIER + parts.mine);
+    write_scaled(sums, start / k_blocks * 128 + warp * 16, w_scale, bias, kinds, y, m, n);
   }
 }

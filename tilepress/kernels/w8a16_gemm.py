@@ -1,7 +1,7 @@
 """y = x (w * w_scale)^T + bias with int8 w and floating x: the op `tilepress::w8a16_gemm`, its reference and its CUDA kernels.
 
-Up to MOST_ROWS rows of x, w8a16_gemm.cu reads w as it is, from sm_80 on; for more, some rows of w at a time are made floating (dequantize.cu) and
-multiplied by cuBLAS. The reference makes all of w floating, on any device; so do columns that are no multiple of 16.
+Up to MOST_ROWS rows of x, w is read as it is: by w8a16_gemm.cu on sm_90, by w8a16_mma.cu on other cards from sm_80 on. For more, some rows of w at a time
+are made floating (dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating, on any device; so do columns that are no multiple of 16.
 """
 
 import functools
@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tilepress.formats import int8
-from tilepress.kernels import jit, library, split_sum
+from tilepress.kernels import jit, library, ptx, split_sum
 from tilepress.kernels.packed import aligned, multiply_decoded
-from tilepress.kernels.w8a8_gemm import KINDS, check_scales
+from tilepress.kernels.w8a8_gemm import KINDS, SHARED_BYTES, check_scales
 
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 MOST_ROWS = 64  # of x
-BLOCKS = {8: 3, 16: 2, 32: 2, 64: 1}  # of a multiprocessor, for so many rows of x: as many as registers allow
-_TILE, _STAGES, _THREADS = 128, 4, 256
+BLOCKS = {8: 2, 16: 2, 32: 2, 64: 1}  # of a multiprocessor, for so many rows of x
+_MMA_BLOCKS = {8: 3, 16: 2, 32: 2, 64: 1}  # as many as registers allow
+_TILE = 128
 _FEWEST_UNITS = 4  # of a block: blocks that share rows of w add up what the others have left
 
 
@@ -27,14 +28,38 @@ def w8a16_gemm_ref(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor
     return linear(x, int8.dequantize(weight, weight_scale).to(x.dtype), bias)
 
 
+def slots_of(columns: int) -> int:
+    """That fit a block's part of a multiprocessor's shared memory."""
+    return min(12, (SHARED_BYTES // BLOCKS[columns] - 1024) // _slot_bytes(columns))
+
+
+def _slot_bytes(columns: int) -> int:
+    return _TILE * _TILE + 2 * _TILE * columns + 16
+
+
 def source(columns: int, dtype: torch.dtype) -> str:
-    return jit.source("w8a16_gemm.cu", NT=columns, BLOCKS=BLOCKS[columns], BF16=int(dtype == torch.bfloat16))
+    macros = {
+        "NT": columns,
+        "SLOTS": slots_of(columns),
+        "BLOCKS": BLOCKS[columns],
+        "BF16": int(dtype == torch.bfloat16),
+    }
+    return jit.source("w8a16_gemm.cu", ptx.wgmma(columns, "bf16" if macros["BF16"] else "f16", True), **macros)
 
 
 @functools.cache
 def _kernel(columns: int, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
-    shared_bytes = _STAGES * 256 * columns
-    return jit.Kernel("w8a16_gemm", source(columns, dtype), _THREADS, shared_bytes, overlaps)
+    shared_bytes = slots_of(columns) * _slot_bytes(columns)
+    return jit.Kernel("w8a16_gemm", source(columns, dtype), 288, shared_bytes, overlaps)
+
+
+def mma_source(columns: int, dtype: torch.dtype) -> str:
+    return jit.source("w8a16_mma.cu", NT=columns, BLOCKS=_MMA_BLOCKS[columns], BF16=int(dtype == torch.bfloat16))
+
+
+@functools.cache
+def _mma_kernel(columns: int, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
+    return jit.Kernel("w8a16_mma", mma_source(columns, dtype), 256, 4 * 2 * _TILE * columns, overlaps)
 
 
 def dequantize_source(dtype: torch.dtype) -> str:
@@ -53,6 +78,10 @@ def _served(device: torch.device, x_dtype: torch.dtype, scale_dtype: torch.dtype
         and scale_dtype in KINDS
         and k % 16 == 0
     )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return jit.capability(device)[0] == 9
 
 
 def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,13 +110,11 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_
     columns = next(columns for columns in BLOCKS if m <= columns)
     k_blocks = -(-k // _TILE)
     units = -(-n // _TILE) * k_blocks
-    grid = max(1, min(jit.multiprocessors(x.device) * BLOCKS[columns], units // _FEWEST_UNITS))
+    is_hopper = _is_hopper(x.device)
+    blocks = (BLOCKS if is_hopper else _MMA_BLOCKS)[columns] * jit.multiprocessors(x.device)
+    grid = max(1, min(blocks, units // _FEWEST_UNITS))
     _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 2, _TILE, columns)
-    _kernel(columns, x.dtype, is_ready)(
-        x.device,
-        grid,
-        weight.data_ptr(),
-        x.data_ptr(),
+    numbers = (
         scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         _kinds(scale, bias),
@@ -95,13 +122,14 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_
         sums,
         left,
         ticket,
-        m,
-        n,
-        k,
-        x.stride(0),
-        k_blocks,
-        units,
     )
+    if is_hopper:
+        maps = jit.tensor_map(weight, _TILE, 128), jit.tensor_map(x, columns, 64)
+        _kernel(columns, x.dtype, is_ready)(x.device, grid, *maps, *numbers, m, n, k_blocks, units)
+    else:
+        matrices = weight.data_ptr(), x.data_ptr()
+        sizes = m, n, k, x.stride(0), k_blocks, units
+        _mma_kernel(columns, x.dtype, is_ready)(x.device, grid, *matrices, *numbers, *sizes)
     return y
 
 
@@ -138,4 +166,6 @@ def path(device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, k: 
     """Which implementation serves m rows of x, of k columns and a dtype, on a device: what results report."""
     if not _served(device, dtype, scale_dtype, k):
         return f"w8a16_gemm reference (dequantize) on {device.type}{jit.why_not(device) or ''}"
-    return "w8a16_gemm kernel on cuda" if m <= MOST_ROWS else "dequantize kernel and cuBLAS on cuda"
+    if m > MOST_ROWS:
+        return "dequantize kernel and cuBLAS on cuda"
+    return f"{'w8a16_gemm' if _is_hopper(device) else 'w8a16_mma'} kernel on cuda"
