@@ -189,7 +189,7 @@ def test_a_first_zero_point_is_refused_in_a_graph():
 
 @pytest.mark.parametrize("device", [*DEVICES, pytest.param("cuda, mma.sync", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("m", [1, 8, 13, 16, 31, 64, 65, 300])
+@pytest.mark.parametrize("m", [1, 8, 13, 16, 31, 64, 65, 128, 300, 513])
 def test_w8a16_against_float64(m, dtype, device, monkeypatch):
     if "mma" in device:
         device = "cuda"
@@ -252,7 +252,7 @@ def test_paths_on_a_card():
     )
     assert "reference" in w8a8_gemm.path(card, torch.float32, torch.float32, 64, 64)
     assert w8a16_gemm.path(card, bf16, bf16, 64, 64) == "w8a16_gemm kernel on cuda"
-    assert w8a16_gemm.path(card, bf16, bf16, 64, 65) == "dequantize kernel and cuBLAS on cuda"
+    assert w8a16_gemm.path(card, bf16, bf16, 64, 513) == "dequantize kernel and cuBLAS on cuda"
     assert "reference" in w8a16_gemm.path(card, bf16, bf16, 63)
 
 
@@ -302,7 +302,7 @@ def test_other_kernels_compile_without_spills(arch):
     for name, source in sources.items():
         assert cost(jit.compile_cubin(name, source, arch)[1])["spills"] == 0, name
     for columns, dtype in itertools.product(w8a16_gemm.BLOCKS, (torch.bfloat16, torch.float16)):
-        sources = {"w8a16_mma": w8a16_gemm.mma_source(columns, dtype)}
+        sources = {"w8a16_mma": w8a16_gemm.mma_source(columns, dtype)} if columns <= 64 else {}
         if arch == "sm_90a":
             sources["w8a16_gemm"] = w8a16_gemm.source(columns, dtype)
         for name, source in sources.items():

@@ -27,7 +27,7 @@ _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
 _REPLAYS = 15
 _GRAPH_US = 2000  # of work in a graph, at least
 _MOST_US = 12_000  # of all replays, where five are not longer: after that a card that multiplies large matrices lowers its clocks
-_LONG_US, _REST_S = 40, 0.05  # a launch so long finds a card that has rested: what ran before does not count
+_LONG_US, _REST_S = 10, 0.05  # a launch so long finds a card that has rested: what ran before does not count
 _SUSTAINED_US = 250_000
 
 

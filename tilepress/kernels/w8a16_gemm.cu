@@ -6,7 +6,7 @@
 //
 // w, its scales and the bias are read before earlier kernels of the stream have ended.
 //
-// Macros: NT tokens, 8 .. 64; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of NT columns comes from kernels/ptx.py.
+// Macros: NT tokens, 8 .. 128; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of NT columns comes from kernels/ptx.py.
 
 #include "scales.cuh"
 #include "split_sum.cuh"

@@ -1,6 +1,6 @@
 """y = x (w * w_scale)^T + bias with int8 w and floating x: the op `tilepress::w8a16_gemm`, its reference and its CUDA kernels.
 
-Up to MOST_ROWS rows of x, w is read as it is: by w8a16_gemm.cu on sm_90, by w8a16_mma.cu on other cards from sm_80 on. For more, some rows of w at a time
+w is read as it is by w8a16_gemm.cu on sm_90, up to MOST_ROWS rows of x, 128 at a time; by w8a16_mma.cu on other cards from sm_80 on, up to 64. For more, some rows of w at a time
 are made floating (dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating, on any device; so do columns that are no multiple of 16.
 """
 
@@ -16,8 +16,8 @@ from tilepress.kernels.packed import aligned, multiply_decoded
 from tilepress.kernels.w8a8_gemm import KINDS, SHARED_BYTES, check_scales
 
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
-MOST_ROWS = 64  # of x
-BLOCKS = {8: 2, 16: 2, 32: 2, 64: 1}  # of a multiprocessor, for so many rows of x
+MOST_ROWS = 512  # of x
+BLOCKS = {8: 2, 16: 2, 32: 2, 64: 1, 128: 1}  # of a multiprocessor, for so many rows of x
 _MMA_BLOCKS = {8: 3, 16: 2, 32: 2, 64: 1}  # as many as registers allow
 _TILE = 128
 _FEWEST_UNITS = 4  # of a block: blocks that share rows of w add up what the others have left
@@ -84,6 +84,10 @@ def _is_hopper(device: torch.device) -> bool:
     return jit.capability(device)[0] == 9
 
 
+def _most_rows(device: torch.device) -> int:
+    return MOST_ROWS if _is_hopper(device) else max(_MMA_BLOCKS)
+
+
 def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     n, k = weight.shape
     if not _served(x.device, x.dtype, weight_scale.dtype, k) or (bias is not None and bias.dtype not in KINDS):
@@ -96,7 +100,7 @@ def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
         weight = weight.clone(memory_format=torch.contiguous_format)
     if len(flat) == 0:
         y = x.new_empty(0, n)
-    elif len(flat) <= MOST_ROWS:
+    elif len(flat) <= _most_rows(x.device):
         y = _multiply(aligned(flat), weight, weight_scale.contiguous(), bias, is_ready)
     else:
         y = _multiply_dequantized(flat, weight, weight_scale.contiguous(), bias)
@@ -105,8 +109,15 @@ def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_ready: bool) -> Tensor:
     """`is_ready`: no kernel still writes the weight."""
+    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    for rows, out in zip(x.split(max(BLOCKS)), y.split(max(BLOCKS)), strict=True):
+        _multiply_some(rows, weight, scale, bias, is_ready, out)
+    return y
+
+
+def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_ready: bool, y: Tensor) -> None:
+    """Rows of x for which there is a kernel, to y."""
     (m, k), n = x.shape, len(weight)
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     columns = next(columns for columns in BLOCKS if m <= columns)
     k_blocks = -(-k // _TILE)
     units = -(-n // _TILE) * k_blocks
@@ -130,7 +141,6 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_
         matrices = weight.data_ptr(), x.data_ptr()
         sizes = m, n, k, x.stride(0), k_blocks, units
         _mma_kernel(columns, x.dtype, is_ready)(x.device, grid, *matrices, *numbers, *sizes)
-    return y
 
 
 def _kinds(scale: Tensor, bias: Tensor | None) -> int:
@@ -166,6 +176,6 @@ def path(device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, k: 
     """Which implementation serves m rows of x, of k columns and a dtype, on a device: what results report."""
     if not _served(device, dtype, scale_dtype, k):
         return f"w8a16_gemm reference (dequantize) on {device.type}{jit.why_not(device) or ''}"
-    if m > MOST_ROWS:
+    if m > _most_rows(device):
         return "dequantize kernel and cuBLAS on cuda"
     return f"{'w8a16_gemm' if _is_hopper(device) else 'w8a16_mma'} kernel on cuda"
