@@ -91,6 +91,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(jit, "_driver", lambda: Driver)
     monkeypatch.setattr(jit, "_bind_context", lambda device: None)
+    monkeypatch.setattr(jit, "capability", lambda device: (8, 0) if device.index == 2 else (9, 0))
     monkeypatch.setattr(jit.Kernel, "_load", lambda self, device: 70 + device.index)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -119,6 +120,8 @@ def test_what_the_driver_gets(driver):
         (71, (14, 1, 1), (96, 1, 1), 5000, 1001, [6], [7, 98, 0], None),
         (70, (15, 1, 1), (96, 1, 1), 5000, 1000, [6], [8, 98, 0], None),
     ]
+    kernel(torch.device("cuda", 2), 16, 9, jit.TensorMap(Value()), 0)  # that knows no programmatic launch
+    assert driver[4:] == [(72, (16, 1, 1), (96, 1, 1), 5000, 1002, [], [9, 98, 0], None)]
 
 
 def test_threads_have_memory_of_their_own(driver):

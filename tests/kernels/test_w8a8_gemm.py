@@ -29,13 +29,15 @@ SHAPES = [
     (129, 72, 4096),
 ]
 SHAPES += [(200, 1000, 144), (257, 264, 528), (5, 4096, 4112), (65, 64, 33)]
-# What configuration_for may choose, and what a tuner tries.
+# Of each kind that the table has or a tuner tries.
 CONFIGURATIONS = [
     *(
         Configuration(1, tokens, 2, stages, split)
         for (tokens, stages), split in itertools.product(((8, 10), (16, 9), (32, 8), (64, 6)), (1, 2))
     ),
     Configuration(2, 8, 2, 3),
+    Configuration(1, 8, 4, 6, 2),
+    Configuration(1, 16, 4, 5),
     Configuration(2, 64, 1, 4),
     Configuration(1, 64, 2, 4, 4),
     Configuration(1, 128, 1, 4, 2),

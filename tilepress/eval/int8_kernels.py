@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tilepress.eval.kernels import copies_of, dense_us, dense_work, environment, read_gbps, sustained_us, time_us
+from tilepress.eval.kernels import ERROR, copies_of, dense_us, dense_work, environment, read_gbps, sustained_us, time_us
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
 from tilepress.kernels import fused_quant, jit, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.fused_quant import PER_TOKEN
@@ -19,7 +19,7 @@ from tilepress.kernels.w8a8_gemm import Configuration
 
 ops = torch.ops.tilepress
 _FLOOR_GBPS = 4300.0  # a copy's, on an H200: what floors of memory-bound ops are reckoned with
-_ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a W8A16 product, relative to float64
+_CHECKED = 512  # rows of a W8A16 product that are compared with float64, at most
 _LARGE = 2048  # M from which a card's power limits it: times of sustained work too
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # M of the tuner's table
 TUNED_SHAPES = (
@@ -37,7 +37,7 @@ def _check_card() -> None:
 
 
 def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
-    if not all(dtype in _ERROR for dtype in dtypes):
+    if not all(dtype in ERROR for dtype in dtypes):
         raise UsageError("the kernels' other side is float16 or bfloat16", "leave other dtypes out")
 
 
@@ -84,7 +84,7 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
         raise TilepressError(f"W8A8, {n} x {k}, M = {m}: {int((launch(0) != expected).sum())} elements are wrong")
     work = launch, len(weights), n * k / 4e6 + m * n * k / 5e8
     us, spread = time_us(*work)
-    chosen = w8a8_gemm.configuration_for(m, n, k)
+    is_chosen = w8a8_gemm.uses_wgmma(codes.device, n, k)
     return ({"us_sustained": sustained_us(*work)} if m >= _LARGE else {}) | {
         "op": "w8a8_gemm",
         "dtype": dtype_name(dtype),
@@ -93,7 +93,7 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
         "us_spread": spread,
         "tops": 2 * m * n * k / us / 1e6,
         "gbps": (n * k + m * k + 2 * m * n) / us / 1000,
-        "configuration": list(astuple(chosen)),
+        "configuration": list(astuple(w8a8_gemm.configuration_for(m, n, k))) if is_chosen else None,
         "path": w8a8_gemm.path(codes.device, dtype, dtype, n, k),
     }
 
@@ -104,9 +104,9 @@ def _w8a16_row(x: Tensor, weights: list[Tensor], scale: Tensor) -> dict:
     def launch(i: int) -> Tensor:
         return ops.w8a16_gemm(x, weights[i], scale, None)
 
-    expected = linear(x.double(), weights[0].double() * scale.double()) if m <= 512 else None
-    error = None if expected is None else float((launch(0).double() - expected).norm() / expected.norm())
-    if error is not None and not error < _ERROR[x.dtype]:
+    expected = linear(x[:_CHECKED].double(), weights[0].double() * scale.double())
+    error = float((launch(0)[:_CHECKED].double() - expected).norm() / expected.norm())
+    if not error < ERROR[x.dtype]:
         raise TilepressError(f"W8A16, {n} x {k}, M = {m}: the relative error is {error}")
     us, spread = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 2e8)
     return {
@@ -183,10 +183,10 @@ def fused(shapes, dtypes, progress: Callable[[str], None]) -> dict:
 
 
 def _check_codes(name: str, found, expected) -> None:
-    """Codes differ by one where a norm's or an activation's last bit does."""
+    """Codes differ by one where a norm's or an activation's last bit does, which is rare."""
     codes, wanted = (t if isinstance(t, Tensor) else t[0] for t in (found, expected))
     apart = (codes.int() - wanted.int()).abs()
-    if int(apart.max()) > 2 or float((apart > 0).float().mean()) > 0.02:
+    if int(apart.max()) > 1 or float((apart > 0).float().mean()) > 1e-3:
         raise TilepressError(f"{name}: {int((apart > 0).sum())} of {apart.numel()} codes are wrong")
 
 
@@ -218,6 +218,11 @@ def tune(shapes, columns, progress: Callable[[str], None]) -> dict:
     _check_card()
     facts, rows = environment(), []
     for n, k in shapes:
+        if not w8a8_gemm.uses_wgmma(torch.device("cuda", 0), n, k):
+            raise UsageError(
+                f"{n} x {k} runs on mma.sync here, which has no choice of configurations",
+                "tune on a Hopper card, N a multiple of 8 and K of 16",
+            )
         weight, scale = _quantized(n, k)
         weights, scale = [weight, *(weight.clone() for _ in range(copies_of(weight.nbytes) - 1))], scale.bfloat16()
         for m in columns:

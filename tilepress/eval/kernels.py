@@ -20,7 +20,7 @@ from tilepress.formats.sparse import Packed
 from tilepress.kernels import read_bandwidth, tiled_csl_spmm
 from tilepress.runtime.modules import sparse_linear
 
-_ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
+ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
 _ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of one element, relative to it
 _SUMMING = 2**-16  # of one element, relative to the sum of its products' magnitudes
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
@@ -142,7 +142,7 @@ def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str],
     for layout in layouts:
         if layout not in LAYOUTS:
             raise UsageError(f"--layouts {layout} is unknown", f"choose of {', '.join(LAYOUTS)}")
-    if not all(dtype in _ERROR for dtype in dtypes):
+    if not all(dtype in ERROR for dtype in dtypes):
         raise UsageError("the kernels multiply float16 and bfloat16", "leave other dtypes out")
     if not all(sparsity < 1 for sparsity in sparsities):
         raise UsageError("a weight of zeros alone gives nothing to check", "leave out a sparsity of 1 and more")
@@ -224,7 +224,7 @@ def _error(y: Tensor, x: Tensor, weight: Tensor) -> float:
     error = float((y.double() - expected).norm() / expected.norm())
     allowed = _ROUNDING[y.dtype] * expected.abs() + _SUMMING * (x.double().abs() @ weight.abs().t())
     wrong = ~((y.double() - expected).abs() <= allowed)
-    if not error < _ERROR[y.dtype] or bool(wrong.any()):
+    if not error < ERROR[y.dtype] or bool(wrong.any()):
         at = f"{weight.shape[0]} x {weight.shape[1]}, N = {x.shape[0]}"
         raise TilepressError(f"{at}: the relative error is {error}, {int(wrong.sum())} elements are wrong")
     return error

@@ -165,14 +165,14 @@ def _bind_context(device: int) -> None:
 class _Launch:
     """One thread's memory for the launches of one kernel on one device, laid out for the arguments of the first one."""
 
-    def __init__(self, kernel: "Kernel", handle: int, args: tuple):
+    def __init__(self, kernel: "Kernel", handle: int, args: tuple, overlaps: bool):
         count = len(args)
         values = (ctypes.c_ulonglong * count)()
         start = ctypes.addressof(values)
         self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
         self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
         config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
-        config.attributes, config.num_attributes = ctypes.pointer(_SERIALIZE), int(kernel.overlaps)
+        config.attributes, config.num_attributes = ctypes.pointer(_SERIALIZE), int(overlaps)
         self.grid, self.stream = (
             ctypes.c_uint.from_buffer(config),
             ctypes.c_void_p.from_buffer(config, _Config.stream.offset),
@@ -190,7 +190,7 @@ class Kernel:
     source: str
     threads: int  # of a block
     shared_bytes: int = 0  # dynamic shared memory of a block
-    # Programmatic dependent launch (sm_90): it starts before earlier kernels of the stream end, and must wait for them (wait_for_grid) before it
+    # Programmatic dependent launch, where there is such a thing (sm_90): it starts before earlier kernels of the stream end, and must wait for them (wait_for_grid) before it
     # reads what they wrote and before it writes.
     overlaps: bool = False
     _handles: dict[int, int] = field(default_factory=dict)  # of each device
@@ -224,7 +224,7 @@ class Kernel:
         handle = self._handles.get(device.index) or self._load(device)
         with torch.cuda.device(device):
             _bind_context(device.index)
-        return _Launch(self, handle, args)
+        return _Launch(self, handle, args, self.overlaps and capability(device)[0] >= 9)
 
     def _load(self, device: torch.device) -> int:
         from cuda.bindings import driver

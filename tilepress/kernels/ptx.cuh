@@ -75,14 +75,6 @@ __device__ __forceinline__ u32 address_in(u32 a, u32 rank) { u32 r; asm volatile
 __device__ __forceinline__ void store_in_cluster(u32 a, int x, int y, int z, int w) {  // an address of address_in
   asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-__device__ __forceinline__ void arrive_in_cluster(u32 bar, u32 rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(bar, rank)) : "memory");
-}
-// A box to the same place in each block of `mask`, completing on the mbarrier of the same address there.
-__device__ __forceinline__ void tma_2d_to_all(u32 to, const void* map, int column, int row, u32 bar, u16 mask) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar), "h"(mask) : "memory");
-}
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

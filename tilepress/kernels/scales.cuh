@@ -11,7 +11,7 @@ struct Numbers {
 // y's numbers from integer sums: in the reference's order, each operation rounded by itself, so that both give the same bits.
 struct Output {
   Numbers x_scale, w_scale, bias;             // bias.at may be 0
-  const int* w_sums; int zero_point;          // w's rows summed up, 0 without a zero point: the number that x's codes have in place of 0
+  const int* w_sums; int zero_point;          // sums of w's rows, null without a zero point; the code that stands for 0
 
   struct Bits { u32 scale, bias; int sum; };  // of a row, as memory has them
   struct Row { float scale, bias; int offset; };

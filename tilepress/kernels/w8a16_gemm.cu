@@ -4,7 +4,7 @@
 // warpgroups, 64 rows each, make values of the codes, wgmma's operand A in registers, with x in the slot as operand B. All units are one row, of which
 // every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
 //
-// w, its scales and the bias are read before earlier kernels of the stream have ended.
+// Of what is read, w alone is before earlier kernels of the stream have ended.
 //
 // Macros: NT tokens, 8 .. 128; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of NT columns comes from kernels/ptx.py.
 

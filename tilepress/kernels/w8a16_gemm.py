@@ -1,8 +1,8 @@
 """y = x (w * w_scale)^T + bias with int8 w and floating x: the op `tilepress::w8a16_gemm`, its reference and its CUDA kernels.
 
 w is read as it is by w8a16_gemm.cu on sm_90, up to MOST_ROWS rows of x, 128 at a time; by w8a16_mma.cu on other cards from sm_80 on, up to 64. For more, some
-rows of w at a time are made floating (dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating, on any device; so do columns that are no
-multiple of 16.
+rows of w at a time are made floating (dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating; it serves CPUs, k that is no multiple of
+16, and other dtypes.
 """
 
 import functools

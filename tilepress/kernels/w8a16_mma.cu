@@ -4,7 +4,7 @@
 // them operand A; x comes through a ring in shared memory. The 16 columns of k that a lane has are taken in whatever order is convenient, by w and x
 // alike. All units are one row, of which every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
 //
-// w, its scales and the bias are read before earlier kernels of the stream have ended (sm_90).
+// Of what is read, w of a block's first unit alone is before earlier kernels of the stream have ended (sm_90).
 //
 // Macros: NT tokens, 8 .. 64; BLOCKS of a multiprocessor; BF16. 256 threads. k is a multiple of 16; rows of x are `stride` apart, a multiple of 8, and
 // 16-byte aligned.

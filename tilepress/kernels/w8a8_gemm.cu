@@ -1,16 +1,16 @@
 // y[m, n] = (x[m, k] w[n, k]^T - zero_point * sums of w's rows) * x_scale * w_scale + bias of int8 codes, on the tensor cores of sm_90a; exact in int32.
 //
 // w is wgmma's operand A, 64 rows for each consumer warpgroup, x's rows (tokens) its operand B, however few they are. A tile is ROWS = 64 GROUPS rows of
-// w by TOKENS tokens; a loader warp copies both, 128 KB columns of k at a time, into a ring of stages (TMA, mbarriers). Blocks walk through tiles in
+// w by TOKENS tokens; a loader warp copies both, KB times 128 columns of k at a time, into a ring of stages (TMA, mbarriers). Blocks walk through tiles in
 // groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
 //
 // With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
 // depend on the order. With HALVES the last tiles, where they are for half of the blocks or fewer, are cut in two of 64 rows:
 // a warpgroup has half of the tokens there.
 //
-// w, its scales and sums and the bias are read before earlier kernels of the stream have ended; x, its scale and zero point after that.
+// Of what is read, w alone is before earlier kernels of the stream have ended.
 //
-// n is a multiple of 8, and rows of y begin at multiples of 16 bytes.
+// n is a multiple of 8 and k of 16; w, x and rows of y begin at multiples of 16 bytes.
 //
 // Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns, with HALVES of half of them too, comes from kernels/ptx.py.
 
@@ -134,8 +134,8 @@ __device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& share
   for (int i = steps; i < CHUNKS; ++i) meanwhile(i);
 }
 
-// What every warp of a block does with its cluster's barrier around the sum: all are there (they have arrived at the kernel's start), and with REUSE have
-// read their stages; the sums are in the first one's memory.
+// What every warp of a block waits for before its cluster's parts are exchanged: all blocks are there (they have arrived at the kernel's start), and with REUSE
+// have read their stages. Two more calls follow: cluster_arrive when a block's part is in the first one's memory, cluster_wait there.
 __device__ __forceinline__ void before_parts() {
   cluster_wait();
   if (REUSE) { cluster_arrive(); cluster_wait(); }

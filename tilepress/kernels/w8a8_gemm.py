@@ -2,7 +2,8 @@
 
 All multiply int8 by int8 into int32, which is exact: the zero point is taken off as an integer too. Scales and bias follow in float32, one operation after
 the other, and one rounding to the output's dtype; so kernels and reference (`torch._int_mm`) give the same bits. On sm_90 runs w8a8_gemm.cu; other
-cards from sm_80 on, columns that are no multiple of 16 and rows of w that are none of 8 have w8a8_mma.cu.
+cards from sm_80 on, k that is no multiple of 16, n that is none of 8 and memory that is not 16-byte aligned have w8a8_mma.cu. Outputs of other dtypes than
+bfloat16 and float16 have the reference.
 """
 
 import functools
@@ -70,7 +71,7 @@ class Configuration:
     k_blocks: int  # of 128 columns, in a stage
     stages: int
     split: int = 1  # blocks of a cluster, which share a tile's columns
-    together: int = 16  # row blocks between which a block goes on to other tokens
+    together: int = 16  # row blocks of a group, of which all tokens come before the next group
 
     @property
     def threads(self) -> int:
@@ -161,16 +162,17 @@ _ROW_SUMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _row_sums(weight: Tensor) -> Tensor:
-    """int32 [n], once for a weight."""
-    version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-    known, sums = _ROW_SUMS.get(weight, (None, None))
+    """int32 [n], once for a weight, or for what it is a view of."""
+    owner = weight if weight._base is None else weight._base
+    version = weight.data_ptr(), weight.shape, 0 if weight.is_inference() else weight._version
+    known, sums = _ROW_SUMS.get(owner, (None, None))
     if known != version:
         if torch.cuda.is_current_stream_capturing():
             raise TilepressError(
                 "an INT8 layer is first used inside a CUDA graph", "run the model once before capturing"
             )
         sums = weight.sum(1, dtype=torch.int32)
-        _ROW_SUMS[weight] = version, sums
+        _ROW_SUMS[owner] = version, sums
     return sums
 
 
@@ -197,7 +199,7 @@ def _cuda(
     if m == 0:
         return torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
     chosen = None
-    if _uses_wgmma(x.device, n, k) and flat.data_ptr() % 16 == weight.data_ptr() % 16 == 0:
+    if uses_wgmma(x.device, n, k) and flat.data_ptr() % 16 == weight.data_ptr() % 16 == 0:
         chosen = configuration_for(m, n, k)
     y = multiply(chosen, flat, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
     return y.view(*x.shape[:-1], n)
@@ -263,7 +265,8 @@ def _served(device: torch.device, out_dtype: torch.dtype, number_dtypes: Iterabl
     return jit.why_not(device) is None and known and k <= _MOST_WITH_ZERO_POINT
 
 
-def _uses_wgmma(device: torch.device, n: int, k: int) -> bool:
+def uses_wgmma(device: torch.device, n: int, k: int) -> bool:
+    """Whether w8a8_gemm.cu serves a weight [n, k]."""
     return jit.capability(device)[0] == 9 and k % 16 == 0 and n % 8 == 0
 
 
@@ -280,4 +283,4 @@ def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype,
     """Which implementation serves a weight int8 [n, k] on a device: what results report."""
     if not _served(device, out_dtype, (scale_dtype,), k):
         return f"w8a8_gemm reference (torch._int_mm) on {device.type}{jit.why_not(device) or ''}"
-    return f"{'w8a8_gemm' if _uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"
+    return f"{'w8a8_gemm' if uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"

@@ -1,7 +1,7 @@
 """Decoder layers whose norms and activations quantize for the INT8 GEMMs that follow.
 
-In each, q, k and v are one GEMM, a gate and what it gates another; both norms quantize what they make, with the residual added on the way, and so does the
-activation. The attention's output is quantized by an op of its own.
+In each, q, k and v are one GEMM, and so are a gate and what it gates; both norms and the activation quantize what they make, the second norm with the residual
+added on the way. The attention's output is quantized by an op of its own, and the last sum is torch's.
 """
 
 from collections.abc import Callable
