@@ -189,6 +189,16 @@ def test_a_first_zero_point_is_refused_in_a_graph():
         ops.w8a8_gemm(*fresh)
 
 
+def test_row_sums_are_kept():
+    weight = torch.nn.Parameter(codes(1, 16, 24), requires_grad=False)  # a Conv1D's
+    sums = w8a8_gemm._row_sums(weight[0].t())
+    assert torch.equal(sums, weight[0].sum(0, dtype=torch.int32)) and w8a8_gemm._row_sums(weight[0].t()) is sums
+    weight[0, 0] += 1
+    assert torch.equal(w8a8_gemm._row_sums(weight[0].t()), weight[0].sum(0, dtype=torch.int32))
+    other = codes(24, 16)
+    assert w8a8_gemm._row_sums(other) is w8a8_gemm._row_sums(other)
+
+
 @pytest.mark.parametrize("device", [*DEVICES, pytest.param("cuda, mma.sync", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m", [1, 8, 13, 16, 31, 64, 65, 128, 300, 513])
