@@ -143,6 +143,29 @@ def test_other_arguments_have_the_references(device):
     assert torch.equal(ops.quantize_int8(part, 0)[0], ops.quantize_int8(part.contiguous(), 0)[0])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_wrong_arguments_and_layouts(device):
+    x, one = numbers(4, 9).to(device), torch.ones(1, device=device)
+    with pytest.raises(ValueError, match="9 columns"):
+        ops.silu_mul_int8(x, PER_TOKEN, None, None)
+    if device == "cuda":
+        for scale, zero_point in (
+            (torch.ones(9, device=device), None),
+            (one, torch.zeros(1, device=device)),
+            (one.cpu(), None),
+        ):
+            with pytest.raises((ValueError, RuntimeError)):
+                ops.quantize_int8_static(x, scale, zero_point)
+    turned = numbers(9, 4).to(device).t()  # what compilers are told of layouts holds
+    for kind in (torch.float32, torch.bfloat16):
+        for out in ops.add_rms_norm_int8(
+            turned.to(kind), turned.to(kind), numbers(9).to(device, kind), 1e-5, PER_TOKEN, None, None
+        ):
+            assert out.is_contiguous()
+    empty = ops.rms_norm_int8(x[:0], numbers(9).to(device), 1e-5, PER_TOKEN, one, None)
+    assert empty[0].shape == (0, 9) and torch.equal(empty[1], one)
+
+
 def test_blocks_hold_their_rows():
     for n, is_full in itertools.product((*range(1, 70), *ROWS), (False, True)):
         chosen = fused_quant.configuration_for(n, is_full)

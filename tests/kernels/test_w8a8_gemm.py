@@ -189,15 +189,18 @@ def test_a_first_zero_point_is_refused_in_a_graph():
         ops.w8a8_gemm(*fresh)
 
 
-def test_row_sums_are_kept(monkeypatch):
+def test_what_is_known_of_a_weight(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    weight = torch.nn.Parameter(codes(1, 16, 24), requires_grad=False)  # a Conv1D's
-    sums = w8a8_gemm._row_sums(weight[0].t())
-    assert torch.equal(sums, weight[0].sum(0, dtype=torch.int32)) and w8a8_gemm._row_sums(weight[0].t()) is sums
-    weight[0, 0] += 1
-    assert torch.equal(w8a8_gemm._row_sums(weight[0].t()), weight[0].sum(0, dtype=torch.int32))
-    other = codes(24, 16)
-    assert w8a8_gemm._row_sums(other) is w8a8_gemm._row_sums(other)
+    weights = torch.nn.Parameter(codes(2, 16, 24), requires_grad=False)  # two Conv1Ds' in one tensor
+    for _ in range(2):
+        sums = [w8a8_gemm.row_sums(weights[i].t()) for i in (0, 1)]
+    assert all(torch.equal(sums[i], weights[i].sum(0, dtype=torch.int32)) for i in (0, 1))
+    assert w8a8_gemm.row_sums(weights[0].t()) is sums[0]
+    assert [w8a8_gemm.is_settled(weights[i].t()) for i in (0, 1, 0, 1)] == [False, False, True, True]
+    weights[0, 0] += 1
+    assert not w8a8_gemm.is_settled(weights[0].t()) and w8a8_gemm.is_settled(weights[0].t())
+    assert w8a8_gemm.row_sums(weights[0].t()) is sums[0]  # where graphs look for it
+    assert torch.equal(sums[0], weights[0].sum(0, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("device", [*DEVICES, pytest.param("cuda, mma.sync", marks=pytest.mark.gpu)])

@@ -58,19 +58,20 @@ MOST_COLUMNS = 32768  # that a block of threads holds in registers
 
 def quantize_int8_ref(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
     """x [..., n] floating -> codes int8 [..., n], scale float32 [..., 1] (mode 0) or [1] (mode 1)."""
+    x = x.contiguous()
     scale = int8.dynamic_scale(x, mode == PER_TOKEN)
     return int8.quantize(x, scale), scale
 
 
 def quantize_int8_static_ref(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """x [..., n], scale [1], zero_point int8 [1] or None -> codes int8 [..., n]."""
-    return int8.quantize(x, scale, zero_point)
+    return int8.quantize(x.contiguous(), scale, zero_point)
 
 
 def _quantize(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
     if scale is None:
         return quantize_int8_ref(x, mode)
-    return int8.quantize(x, scale, zero_point), scale.float().clone()
+    return quantize_int8_static_ref(x, scale, zero_point), scale.float().clone()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +87,7 @@ def rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) -> tuple[Tensor, 
 
 def add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [..., n], weight [n] -> codes int8 [..., n], scale, x + residual."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return *_quantize(_rms_norm(total, weight, eps), mode, scale, zero_point), total
 
 
@@ -97,12 +98,18 @@ def layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) -> tuple[
 
 def add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [..., n], weight, bias [n] -> codes int8 [..., n], scale, x + residual."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return *layer_norm_int8_ref(total, weight, bias, eps, mode, scale, zero_point), total
+
+
+def _check_even(gate_up: Tensor) -> None:
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"a gate and what it gates do not share {gate_up.shape[-1]} columns")
 
 
 def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """gate_up [..., 2 n], the gate first -> codes int8 [..., n], scale."""
+    _check_even(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return _quantize(silu(gate) * up, mode, scale, zero_point)
 
@@ -168,6 +175,11 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         or (scale is not None and scale.dtype not in KINDS)
     ):
         return None
+    for what, t in (("scale", scale), ("zero point", zero_point)):
+        if t is not None and (t.numel() != 1 or t.device != x.device):
+            raise ValueError(f"a {what} of {list(t.shape)} on {t.device}: one number is needed, where x is")
+    if zero_point is not None and zero_point.dtype != torch.int8:
+        raise ValueError(f"a zero point of {zero_point.dtype}, not int8")
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     shape, rows = (*x.shape[:-1], n), x.numel() // x.shape[-1]
@@ -175,7 +187,7 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
     found = _scale_like(codes, mode, scale)
     total = None if residual is None else torch.empty_like(x)
     if rows == 0:
-        return codes, found, total
+        return codes, found if scale is None else scale.float().clone(), total
     tensors = x, residual, weight, bias, codes, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     chosen = configuration_for(n, rows > 2 * jit.multiprocessors(x.device))
@@ -224,6 +236,7 @@ def _add_layer_norm_cuda(x, residual, weight, bias, eps, mode, scale, zero_point
 
 
 def _silu_mul_cuda(gate_up, mode, scale, zero_point):
+    _check_even(gate_up)
     made = _run(_SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
     return silu_mul_int8_ref(gate_up, mode, scale, zero_point) if made is None else made[:2]
 
@@ -274,7 +287,7 @@ def _(x, weight, eps, mode, scale, zero_point):
 
 @torch.library.register_fake("tilepress::add_rms_norm_int8")
 def _(x, residual, weight, eps, mode, scale, zero_point):
-    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale), torch.empty_like(x)
+    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale), x.new_empty(x.shape)
 
 
 @torch.library.register_fake("tilepress::silu_mul_int8")
@@ -290,7 +303,7 @@ def _(x, weight, bias, eps, mode, scale, zero_point):
 
 @torch.library.register_fake("tilepress::add_layer_norm_int8")
 def _(x, residual, weight, bias, eps, mode, scale, zero_point):
-    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale), torch.empty_like(x)
+    return x.new_empty(x.shape, dtype=torch.int8), _scale_like(x, mode, scale), x.new_empty(x.shape)
 
 
 @torch.library.register_fake("tilepress::activation_int8")

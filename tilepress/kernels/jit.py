@@ -190,8 +190,8 @@ class Kernel:
     source: str
     threads: int  # of a block
     shared_bytes: int = 0  # dynamic shared memory of a block
-    # Programmatic dependent launch, where there is such a thing (sm_90): it starts before earlier kernels of the stream end, and must wait for them (wait_for_grid) before it
-    # reads what they wrote and before it writes.
+    # Programmatic dependent launch, where there is such a thing (sm_90): it starts before earlier kernels of the stream end, and must wait for them
+    # (wait_for_grid) before it reads what they wrote and before it writes.
     overlaps: bool = False
     _handles: dict[int, int] = field(default_factory=dict)  # of each device
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -274,7 +274,8 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
     matrices at the same address."""
     rows, columns = matrix.shape
     address, device = matrix.data_ptr(), matrix.device.index
-    return _tensor_map(address, device, rows, columns, matrix.stride(0), matrix.dtype, box_rows, box_columns)
+    stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything
+    return _tensor_map(address, device, rows, columns, stride, matrix.dtype, box_rows, box_columns)
 
 
 @functools.lru_cache(maxsize=4096)

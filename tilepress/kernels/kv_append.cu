@@ -92,10 +92,10 @@ __device__ __forceinline__ float code_of(float v, float scale, float shift) {
   return fminf(fmaxf(code, 0.f), (float)MOST);
 }
 
-// What float16 makes of a scale and a shift.
+// What float16 makes of a scale and a shift; NaN stays.
 __device__ __forceinline__ void to_halves(float& scale, float& shift) {
-  scale = half_to_float(to_half(fminf(fmaxf(scale, 5.9604644775390625e-8f), 65504.f)));
-  shift = half_to_float(to_half(fminf(fmaxf(shift, -65504.f), 65504.f)));
+  scale = half_to_float(to_half(Min::of(Max::of(scale, 5.9604644775390625e-8f), 65504.f)));
+  shift = half_to_float(to_half(Min::of(Max::of(shift, -65504.f), 65504.f)));
 }
 
 // Codes of a group in place of its values, and what they are of.

@@ -144,16 +144,22 @@ def _append_cuda(
     tokens, heads, dim = key.shape
     if key.shape != value.shape or slots.shape != (tokens,):
         raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
+    sizes = (3, heads, dim), (heads, form.groups, 2), (3, heads, dim), (heads, form.groups, 2)
+    if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
+        raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
+    if form.static and form.bits < 16 and (key_fixed is None or value_fixed is None):
+        raise ValueError("a static format needs its scales")
     if any(t is not None and t.device != pages.device for t in (key, value, slots, *calibration)):
         raise ValueError("the arguments are on several devices")
     if tokens == 0:
         return None
+    slots, order = slots.contiguous(), _order(form, pages.device)
     _append_kernel(form, key.dtype)(
         pages.device,
         -(-tokens * heads * 2 // (_APPEND_THREADS // 32)),
         pages.data_ptr(),
-        slots.contiguous().data_ptr(),
-        _order(form, pages.device).data_ptr(),
+        slots.data_ptr(),
+        order.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
         *(0 if t is None else t.data_ptr() for t in (key_channels, value_channels, key_fixed, value_fixed)),

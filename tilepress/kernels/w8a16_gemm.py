@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from tilepress.formats import int8
 from tilepress.kernels import jit, library, ptx, split_sum
 from tilepress.kernels.packed import aligned, multiply_decoded
-from tilepress.kernels.w8a8_gemm import KINDS, SHARED_BYTES, check_scales
+from tilepress.kernels.w8a8_gemm import KINDS, SHARED_BYTES, check_scales, is_settled
 
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 MOST_ROWS = 512  # of x
@@ -95,16 +95,17 @@ def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
         return w8a16_gemm_ref(x, weight, weight_scale, bias)
     if x.shape[-1] != k or weight.dtype != torch.int8:
         raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
-    check_scales(x, (("weight_scale", weight_scale, n),), bias, n)
-    flat, is_ready = x.reshape(-1, k), weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    if not is_ready:
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    if len(flat) == 0:
-        y = x.new_empty(0, n)
+    check_scales(x, weight, (("weight_scale", weight_scale, n),), bias, n)
+    flat, is_ready = x.reshape(-1, k), is_settled(weight)
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        weight, is_ready = weight.clone(memory_format=torch.contiguous_format), False
+    scale, bias = weight_scale.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
+    if len(flat) == 0 or n == 0:
+        y = x.new_empty(len(flat), n)
     elif len(flat) <= _most_rows(x.device):
-        y = _multiply(aligned(flat), weight, weight_scale.contiguous(), bias, is_ready)
+        y = _multiply(aligned(flat), weight, scale, bias, is_ready)
     else:
-        y = _multiply_dequantized(flat, weight, weight_scale.contiguous(), bias)
+        y = _multiply_dequantized(flat, weight, scale, bias)
     return y.view(*x.shape[:-1], n)
 
 

@@ -158,22 +158,49 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
     return chosen
 
 
-_ROW_SUMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+@dataclass
+class _Known:
+    """Of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
+
+    multiplied: int | None = None
+    summed: int | None = None
+    sums: Tensor | None = None  # int32 [n]; stays where it is, as graphs know it
 
 
-def _row_sums(weight: Tensor) -> Tensor:
-    """int32 [n], once for a weight, or for what it is a view of."""
-    owner = weight if weight._base is None else weight._base
-    version = weight.data_ptr(), weight.shape, 0 if weight.is_inference() else weight._version
-    known, sums = _ROW_SUMS.get(owner, (None, None))
-    if known != version:
+_KNOWN: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # dicts by address and shape, of each tensor that is a weight or has views that are
+
+
+def _known(weight: Tensor) -> tuple[_Known, int]:
+    """And its version now."""
+    of_owner = _KNOWN.setdefault(weight if weight._base is None else weight._base, {})
+    return of_owner.setdefault(
+        (weight.data_ptr(), weight.shape), _Known()
+    ), 0 if weight.is_inference() else weight._version
+
+
+def is_settled(weight: Tensor) -> bool:
+    """Whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
+    known, version = _known(weight)
+    was, known.multiplied = known.multiplied, version
+    return was == version
+
+
+def row_sums(weight: Tensor) -> Tensor:
+    """int32 [n], made once for a weight as it is."""
+    known, version = _known(weight)
+    if known.summed != version:
         if torch.cuda.is_current_stream_capturing():
             raise TilepressError(
                 "an INT8 layer is first used inside a CUDA graph", "run the model once before capturing"
             )
         sums = weight.sum(1, dtype=torch.int32)
-        _ROW_SUMS[owner] = version, sums
-    return sums
+        known.sums = sums if known.sums is None else known.sums.copy_(sums)
+        known.summed = version
+        if weight.is_cuda:
+            torch.cuda.current_stream(weight.device).synchronize()  # other streams may be next
+    return known.sums
 
 
 def _cuda(
@@ -193,10 +220,12 @@ def _cuda(
         return w8a8_gemm_ref(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
     if x.shape[-1] != k or x.dtype != torch.int8 or weight.dtype != torch.int8:
         raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
-    check_scales(x, (("x_scale", x_scale, m), ("weight_scale", weight_scale, n)), bias, n)
-    if x_zero_point is not None and (x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8):
-        raise ValueError("a zero point is one int8 number")
-    if m == 0:
+    check_scales(x, weight, (("x_scale", x_scale, m), ("weight_scale", weight_scale, n)), bias, n)
+    if x_zero_point is not None and (
+        x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8 or x_zero_point.device != x.device
+    ):
+        raise ValueError("a zero point is one int8 number, where x is")
+    if m == 0 or n == 0:
         return torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
     chosen = None
     if uses_wgmma(x.device, n, k) and flat.data_ptr() % 16 == weight.data_ptr() % 16 == 0:
@@ -218,8 +247,10 @@ def multiply(
     """The op on a card for x [m, k], contiguous: by w8a8_gemm.cu as `chosen`, or None: by w8a8_mma.cu."""
     (m, k), n = x.shape, len(weight)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    is_ready, weight = weight.is_contiguous(), weight.contiguous()  # or a kernel still writes it
+    sums = None if x_zero_point is None else row_sums(weight)
+    is_ready, weight = is_settled(weight) and weight.is_contiguous(), weight.contiguous()  # or a kernel still writes it
     x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     kinds = KINDS[x_scale.dtype] | KINDS[weight_scale.dtype] << 4 | (0 if bias is None else KINDS[bias.dtype] << 8)
     kinds |= (x_scale.numel() > 1) << 12 | (weight_scale.numel() > 1) << 16
     arguments = (
@@ -227,7 +258,7 @@ def multiply(
         weight_scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         0 if x_zero_point is None else x_zero_point.data_ptr(),
-        0 if x_zero_point is None else _row_sums(weight).data_ptr(),
+        0 if sums is None else sums.data_ptr(),
         kinds,
         y.data_ptr(),
         m,
@@ -248,14 +279,16 @@ def multiply(
     return y
 
 
-def check_scales(x: Tensor, scales: Iterable[tuple[str, Tensor, int]], bias: Tensor | None, n: int) -> None:
-    """Raises ValueError unless each of (name, scale, count) is one number or `count`, and a bias [n], all where x is."""
+def check_scales(
+    x: Tensor, weight: Tensor, scales: Iterable[tuple[str, Tensor, int]], bias: Tensor | None, n: int
+) -> None:
+    """Raises ValueError unless each of (name, scale, count) is one number or `count`, and a bias [n], all and the weight where x is."""
     for what, scale, count in scales:
         if scale.numel() not in (1, count):
             raise ValueError(f"{what} of {list(scale.shape)} for {count}")
-    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+    if bias is not None and bias.shape != (n,):
         raise ValueError(f"a bias of {list(bias.shape)} for {n} rows")
-    if any(t is not None and t.device != x.device for t in (*(scale for _, scale, _ in scales), bias)):
+    if any(t is not None and t.device != x.device for t in (weight, *(scale for _, scale, _ in scales), bias)):
         raise ValueError("the arguments are on several devices")
 
 
