@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tilepress.eval.kernels import ERROR, copies_of, dense_us, dense_work, environment, read_gbps, sustained_us, time_us
+from tilepress.eval.kernels import (
+    ERROR,
+    check_card,
+    check_dtypes,
+    copies_of,
+    dense_us,
+    dense_work,
+    environment,
+    read_gbps,
+    sustained_us,
+    time_us,
+)
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
-from tilepress.kernels import fused_quant, jit, w8a8_gemm, w8a16_gemm
+from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.fused_quant import PER_TOKEN
 from tilepress.kernels.w8a8_gemm import Configuration
 
@@ -28,19 +39,6 @@ TUNED_SHAPES = (
 )  # its N, K
 
 
-def _check_card() -> None:
-    if not torch.cuda.is_available():
-        raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
-    why = jit.why_not(torch.device("cuda", 0))
-    if why is not None:
-        raise UsageError(f"on this card run the references{why}", "only kernels are timed")
-
-
-def _check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
-    if not all(dtype in ERROR for dtype in dtypes):
-        raise UsageError("the kernels' other side is float16 or bfloat16", "leave other dtypes out")
-
-
 def _quantized(rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """Codes of normal numbers with a scale for each row, on the card."""
     values = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
@@ -51,8 +49,8 @@ def _quantized(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 def gemm(shapes, columns, dtypes, progress: Callable[[str], None]) -> dict:
     """Rows for each dtype, weight [N, K] of `shapes` and M of `columns`: W8A8 with scales per token and channel, and W8A16. Raises UsageError where no
     kernel runs, TilepressError for a result that is wrong."""
-    _check_card()
-    _check_dtypes(dtypes)
+    check_card()
+    check_dtypes(dtypes)
     facts, bandwidth, rows = environment(), read_gbps(), []
     for dtype, (n, k) in itertools.product(dict.fromkeys(dtypes), dict.fromkeys(shapes)):
         weight, scale = _quantized(n, k)
@@ -84,7 +82,7 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
         raise TilepressError(f"W8A8, {n} x {k}, M = {m}: {int((launch(0) != expected).sum())} elements are wrong")
     work = launch, len(weights), n * k / 4e6 + m * n * k / 5e8
     us, spread = time_us(*work)
-    is_chosen = w8a8_gemm.uses_wgmma(codes.device, n, k)
+    is_wgmma = w8a8_gemm.uses_wgmma(codes.device, n, k)
     return ({"us_sustained": sustained_us(*work)} if m >= _LARGE else {}) | {
         "op": "w8a8_gemm",
         "dtype": dtype_name(dtype),
@@ -93,7 +91,7 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
         "us_spread": spread,
         "tops": 2 * m * n * k / us / 1e6,
         "gbps": (n * k + m * k + 2 * m * n) / us / 1000,
-        "configuration": list(astuple(w8a8_gemm.configuration_for(m, n, k))) if is_chosen else None,
+        "configuration": list(astuple(w8a8_gemm.configuration_for(m, n, k))) if is_wgmma else None,
         "path": w8a8_gemm.path(codes.device, dtype, dtype, n, k),
     }
 
@@ -148,8 +146,8 @@ def _fused_cases(tokens: int, hidden: int, dtype: torch.dtype):
 
 def fused(shapes, dtypes, progress: Callable[[str], None]) -> dict:
     """Rows for each dtype, (tokens, hidden) of `shapes` and fused op. Raises UsageError where no kernel runs, TilepressError for wrong codes."""
-    _check_card()
-    _check_dtypes(dtypes)
+    check_card()
+    check_dtypes(dtypes)
     facts, bandwidth, rows = environment(), read_gbps(), []
     for dtype, (tokens, hidden) in itertools.product(dict.fromkeys(dtypes), dict.fromkeys(shapes)):
         for name, varying, fixed, op, reference, size in _fused_cases(tokens, hidden, dtype):
@@ -215,7 +213,7 @@ def _fitting(blocks: int, groups: int, tokens: int, k_blocks: int, split: int, t
 
 def tune(shapes, columns, progress: Callable[[str], None]) -> dict:
     """The table of the fastest configurations: {env, rows: [M, N, K, configuration .., us]}, in bfloat16."""
-    _check_card()
+    check_card()
     facts, rows = environment(), []
     for n, k in shapes:
         if not w8a8_gemm.uses_wgmma(torch.device("cuda", 0), n, k):

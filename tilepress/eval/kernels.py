@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8, sparse, tiled_bitmap, tiled_csl
 from tilepress.formats.sparse import Packed
-from tilepress.kernels import read_bandwidth, tiled_csl_spmm
+from tilepress.kernels import jit, read_bandwidth
 from tilepress.runtime.modules import sparse_linear
 
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
@@ -136,21 +136,31 @@ def dense_work(x: Tensor, weight: Tensor) -> list[tuple[Callable[[int], object],
     return [(call, copies, guess) for call in calls]
 
 
+def check_card() -> None:
+    """Raises UsageError where no kernel runs."""
+    if not torch.cuda.is_available():
+        raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
+    why = jit.why_not(torch.device("cuda", 0))
+    if why is not None:
+        raise UsageError(f"on this card run the references{why}", "only kernels are timed")
+
+
+def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
+    """Raises UsageError for one that no kernel takes."""
+    if not all(dtype in ERROR for dtype in dtypes):
+        raise UsageError("the kernels multiply float16 and bfloat16", "leave other dtypes out")
+
+
 def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str], None]) -> dict:
     """Rows for each dtype, shape [M, K] of W, sparsity, one of LAYOUTS, and columns N of y. Raises UsageError where no CUDA kernel runs,
     TilepressError for a result that is wrong."""
     for layout in layouts:
         if layout not in LAYOUTS:
             raise UsageError(f"--layouts {layout} is unknown", f"choose of {', '.join(LAYOUTS)}")
-    if not all(dtype in ERROR for dtype in dtypes):
-        raise UsageError("the kernels multiply float16 and bfloat16", "leave other dtypes out")
+    check_dtypes(dtypes)
     if not all(sparsity < 1 for sparsity in sparsities):
         raise UsageError("a weight of zeros alone gives nothing to check", "leave out a sparsity of 1 and more")
-    if not torch.cuda.is_available():
-        raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
-    path = tiled_csl_spmm.path(torch.device("cuda", 0), torch.float16, torch.float16)
-    if "reference" in path:
-        raise UsageError(f"on this card runs the {path}", "only kernels are timed")
+    check_card()
     facts, bandwidth, rows = environment(), read_gbps(), []
     for dtype, (m, k) in itertools.product(dict.fromkeys(dtypes), dict.fromkeys(shapes)):
         weight = sparse_weight(m, k, 0.0, dtype)

@@ -56,6 +56,15 @@ __device__ __forceinline__ void wait(u32 bar, u32 phase) {
   asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE: }" ::"r"(bar), "r"(phase) : "memory");
 }
 
+struct Position {  // in a ring of slots, each with an mbarrier, which is in `phase` of 0 and 1 by turns
+  int slot = 0;
+  u32 phase = 0;
+
+  __device__ void next(int count) {
+    if (++slot == count) { slot = 0; phase ^= 1; }
+  }
+};
+
 // Copies of boxes by TMA; they complete on an mbarrier.
 struct __align__(64) TensorMap { u64 opaque[16]; };
 __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int row, u32 bar) {

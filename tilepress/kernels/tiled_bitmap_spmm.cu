@@ -33,15 +33,6 @@ struct Slots {  // of shared memory: x, tiles, mbarriers
   int count;
 };
 
-struct Position {  // in the slots
-  int slot = 0;
-  u32 phase = 0;
-
-  __device__ void next(int count) {
-    if (++slot == count) { slot = 0; phase ^= 1; }
-  }
-};
-
 struct Size {  // of W
   int k_blocks, units, tiles;                              // units of a walk
 

@@ -18,15 +18,6 @@
 #define PART 4                                             // steps of 16 columns that are read, then multiplied while the next ones are read
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
-struct Position {  // in the slots
-  int slot = 0;
-  u32 phase = 0;
-
-  __device__ void next() {
-    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
-  }
-};
-
 struct Slots {
   u32 x, w, full, empty;
 
@@ -50,7 +41,7 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
   wait_for_grid();
   for (int i = 0; i < early; ++i) copy_x(i, end - 1 - i);
   Position at;
-  for (int i = 0; i < end - begin; ++i, at.next()) {
+  for (int i = 0; i < end - begin; ++i, at.next(SLOTS)) {
     if (i < early) continue;
     wait(slots.empty + 8 * at.slot, at.phase ^ 1);
     copy_w(at.slot, end - 1 - i);
@@ -110,7 +101,7 @@ w8a16_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMa
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) sums[i] = 0.f;
     u32 a[2][PART][4], before = 0;                         // `before`: barrier of the unit before, which wgmma may still read
-    for (; unit > stop; --unit, at.next()) {
+    for (; unit > stop; --unit, at.next(SLOTS)) {
       wait(slots.full + 8 * at.slot, at.phase);
       multiply<0>(sums, a, codes + at.slot * W_BYTES, descriptor(slots.x_of(at.slot)), before);
       before = slots.empty + 8 * at.slot;

@@ -34,15 +34,6 @@
 #define SCALES ((TOKENS + 127) / 128)                      // of tokens, that a thread brings
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
-struct Position {  // in the ring
-  int stage = 0;
-  u32 phase = 0;
-
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
-};
-
 struct Shared {
   u32 stages, parts, chunks, scales, full, empty;          // chunks: two for each warpgroup
 
@@ -96,12 +87,12 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
   int done = 0;
   for (int t = start; t < work.tiles; t += gridDim.x / SPLIT) {
     const Place place = work.place(t);
-    for (int k = work.first_k; k < work.last_k; ++k, p.next(), ++done) {
+    for (int k = work.first_k; k < work.last_k; ++k, p.next(STAGES), ++done) {
       if (done < early) continue;
-      wait(shared.empty + 8 * p.stage, p.phase ^ 1);
-      expect(shared.full + 8 * p.stage, bytes_of(place));
-      copy_w(p.stage, place, k);
-      copy_x(p.stage, place, k);
+      wait(shared.empty + 8 * p.slot, p.phase ^ 1);
+      expect(shared.full + 8 * p.slot, bytes_of(place));
+      copy_w(p.slot, place, k);
+      copy_x(p.slot, place, k);
     }
   }
 }
@@ -117,9 +108,9 @@ __device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& share
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) sums[i] = 0;
   int before = -1;                                         // stage that wgmma may still read
-  for (int i = 0; i < steps; ++i, p.next()) {
-    wait(shared.full + 8 * p.stage, p.phase);
-    const u64 a = descriptor(shared.w(p.stage) + w_at), b = descriptor(shared.x(p.stage) + x_at);
+  for (int i = 0; i < steps; ++i, p.next(STAGES)) {
+    wait(shared.full + 8 * p.slot, p.phase);
+    const u64 a = descriptor(shared.w(p.slot) + w_at), b = descriptor(shared.x(p.slot) + x_at);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
@@ -127,7 +118,7 @@ __device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& share
     meanwhile(i);
     wgmma_wait<1>();
     if (before >= 0) release(shared.empty + 8 * before);
-    before = p.stage;
+    before = p.slot;
   }
   wgmma_wait<0>();
   if (before >= 0) release(shared.empty + 8 * before);
