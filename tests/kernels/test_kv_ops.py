@@ -155,6 +155,20 @@ def test_pages_are_the_same_on_a_card(form, dtype):
         assert wrong == 0, (rotate, refits, wrong)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, 4, 32), KVFormat(64, 8), KVFormat(64, 16)], ids=str)
+def test_a_key_that_is_not_finite_does_not_become_a_number(form, device):
+    key, value = torch.randn(3, 1, 64), torch.randn(3, 1, 64)
+    key[1, 0, 5] = torch.nan
+    pages = torch.zeros(1, 1, form.page_bytes, dtype=torch.uint8, device=device)
+    shape = form.bits, form.group_size, form.static
+    slots = torch.arange(3, device=device)
+    ops.kv_append(pages, key.to(device), value.to(device), slots, None, None, 1.0, None, None, 1.0, *shape, False, 2)
+    table, lengths = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([[0]], [3]))
+    keys, values = ops.kv_read(pages, table, lengths, 3, None, None, None, None, 64, *shape, False, torch.float32)
+    assert keys[0, 0, 1, 5].isnan() and keys[0, 0, [0, 2]].isfinite().all() and values.isfinite().all()
+
+
 @pytest.mark.gpu
 def test_slots_beyond_the_pages_are_skipped_on_a_card():
     form = KVFormat(64)

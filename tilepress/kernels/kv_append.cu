@@ -1,4 +1,4 @@
-// Keys and values of tokens, quantized and stored in the pages of a cache, to the bit as formats/kv_int4.py does it.
+// Keys and values of tokens, quantized and stored in the pages of a cache, to the bit as formats/kv_int4.py does it where they are finite; NaN stays NaN.
 //
 // A warp has one token's key or value of one head: lane l the channels l, l + 32, .. Sums are taken in the order of `fold` there: halves are added, which
 // are a lane's own channels or another lane's, while the size is even; the rest from left to right. Where each byte of a row stands in its page is in
