@@ -7,7 +7,7 @@ import torch
 from kernel_costs import cost
 
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
-from tilepress.kernels import jit, kv_cache
+from tilepress.kernels import decode_attention, jit, kv_cache  # noqa: F401
 
 ops = torch.ops.tilepress
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

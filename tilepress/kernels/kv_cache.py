@@ -1,9 +1,7 @@
-"""Paged attention cache ops: quantize and append, read back, attend; formats/kv_int4.py has rows and pages. Appending has a CUDA kernel, which gives the
-reference's bits; the others are references.
+"""Paged attention cache ops: quantize and append, read back; formats/kv_int4.py has rows and pages. Appending has a CUDA kernel, which gives the
+reference's bits; reading back is a reference.
 
-Appending is one opaque op: a compiler that sees its casts may drop them and change codes. Attending needs no work per stored element for the
-calibration of a value x = mean + scale * (code * s + z): the keys' scale multiplies the query, their mean shifts all scores of a query
-alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
+Appending is one opaque op: a compiler that sees its casts may drop them and change codes.
 """
 
 import functools
@@ -16,7 +14,6 @@ from tilepress.formats.kv_int4 import (
     check_pages,
     dequantize_rows,
     from_channels,
-    hadamard,
     page_order,
     quantize_rows,
     read_pages,
@@ -38,10 +35,6 @@ library.define(
     "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
     " -> (Tensor, Tensor)"
 )
-library.define(
-    "decode_attention(Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, "
-    "Tensor? key_fixed, Tensor? value_channels, Tensor? value_fixed, int bits, int group_size, bool static, bool rotate) -> Tensor"
-)
 
 
 def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
@@ -52,7 +45,7 @@ def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool,
     return row_bytes(codes, scales, form.bits)
 
 
-def _values(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
+def values_of(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
     """Rows of bytes as float32, still scaled and rotated."""
     if form.bits == 16:
         return rows.contiguous().view(torch.bfloat16).float()
@@ -199,64 +192,17 @@ def kv_read_ref(
     keys, values = (pages.new_zeros(shape, dtype=out_dtype) for _ in range(2))
     for i, length in enumerate(seq_lens.tolist()):
         key, value = read_pages(pages, block_table[i], length, form)
-        keys[i, :, :length] = from_channels(_values(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
-        values[i, :, :length] = from_channels(_values(value, form, value_fixed), value_channels, False).transpose(0, 1)
-    return keys, values
-
-
-def decode_attention_ref(
-    query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-) -> Tensor:
-    """One query per sequence, [batch, query heads, D], over its tokens in the pages -> the same shape and dtype; zeros where there are none.
-
-    Query heads are a multiple of the pages' heads, neighbours share one (GQA). Computed in float32.
-    """
-    batch, heads, dim = query.shape
-    kv_heads = pages.shape[1]
-    if not batch == len(seq_lens) == len(block_table):
-        raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    form, out = KVFormat(dim, bits, group_size, static), torch.zeros_like(query, dtype=torch.float32)
-    folded = query.float().view(batch, kv_heads, -1, dim)
-    if key_channels is not None:
-        folded = folded * key_channels[1][:, None]
-    if rotate:
-        folded = hadamard(folded)
-    for i, length in enumerate(seq_lens.tolist()):
-        if not length:
-            continue
-        key, value = (
-            _values(rows, form, fixed)
-            for rows, fixed in zip(
-                read_pages(pages, block_table[i], length, form), (key_fixed, value_fixed), strict=True
-            )
+        keys[i, :, :length] = from_channels(values_of(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
+        values[i, :, :length] = from_channels(values_of(value, form, value_fixed), value_channels, False).transpose(
+            0, 1
         )
-        scores = torch.einsum("hgd,thd->hgt", folded[i], key) * scale
-        mixed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), value)
-        if value_channels is not None:
-            mixed = mixed * value_channels[1][:, None] + value_channels[0][:, None]
-        out[i] = mixed.reshape(heads, dim)
-    return out.to(query.dtype)
+    return keys, values
 
 
 library.impl("kv_append", kv_append_ref, "CPU")
 library.impl("kv_append", _append_cuda, "CUDA")
 for _key in ("CPU", "CUDA"):
     library.impl("kv_read", kv_read_ref, _key)
-    library.impl("decode_attention", decode_attention_ref, _key)
 
 
 @torch.library.register_fake("tilepress::kv_append")
@@ -268,13 +214,3 @@ def _(pages, *_):
 def _(pages, block_table, seq_lens, max_len, kc, kf, vc, vf, head_dim, bits, group_size, static, rotate, out_dtype):
     shape = (seq_lens.shape[0], pages.shape[1], max_len, head_dim)
     return pages.new_empty(shape, dtype=out_dtype), pages.new_empty(shape, dtype=out_dtype)
-
-
-@torch.library.register_fake("tilepress::decode_attention")
-def _(query, *_):
-    return torch.empty_like(query)
-
-
-def path(device: torch.device, form: KVFormat) -> str:
-    """Which implementation serves a device: what results report."""
-    return f"decode_attention reference ({form.name}) on {device.type}"

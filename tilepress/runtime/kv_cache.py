@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
-from tilepress.kernels import kv_cache as kernels
+from tilepress.kernels import decode_attention, kv_cache  # noqa: F401
 
 ops = torch.ops.tilepress
 ATTENTION = "tilepress_kv"
@@ -405,6 +405,6 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
 def path(device: torch.device, calibration: KVCalibration, mode: str) -> str:
     """What serves the attention in a mode of the cache."""
     if mode == "cache":
-        return kernels.path(device, calibration.form)
+        return decode_attention.path(device, calibration.form)
     quantized = f"of keys and values through {calibration.form.name} and back " if mode == "sim" else ""
     return f"torch attention {quantized}on {device.type}"
