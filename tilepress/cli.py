@@ -335,17 +335,21 @@ def perplexity(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-_SHAPES = {  # of weights M x K, weights N x K, tokens x hidden
+_SHAPES = {  # of weights M x K, weights N x K, tokens x hidden; of attention as eval.attention.Shape says
     "spmm": "4096x4096,8192x8192,11008x4096,28672x8192,36864x9216",
     "w8a8": "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192",
     "fused": "64x4096,64x8192,4096x8192,16384x4096",
+    "attention": "1x32x8x8192x128,4x32x8x8192x128,16x32x8x8192x128v,64x32x8x8192x128v,"
+    "32x8x1x8192x128,128x8x1x8192x128,512x8x1x8192x128v,"
+    "1x32x8x8192x64,4x32x8x8192x64,16x32x8x8192x64,64x32x8x8192x64,"
+    "32x8x1x8192x64,128x8x1x8192x64,512x8x1x8192x64",
 }
 _COLUMNS = {"spmm": "1,8,16,32,64,128,256,512,1024,2048", "w8a8": "1,8,16,32,64,128,512,2048,8192"}
 
 
 @evaluate.command(epilog="Example: tilepress eval kernels spmm -o benchmarks/h200/spmm.json")
 def kernels(
-    what: Annotated[str, typer.Argument(metavar="spmm|w8a8|fused", help="Which kernels.")] = "spmm",
+    what: Annotated[str, typer.Argument(metavar="spmm|w8a8|fused|attention", help="Which kernels.")] = "spmm",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
     ] = None,
@@ -353,7 +357,8 @@ def kernels(
         str | None,
         typer.Option(
             metavar="MxK,…",
-            help="Of weights, outputs x inputs; for fused, tokens x hidden size.",
+            help="Of weights, outputs x inputs; for fused, tokens x hidden size; for attention batch x query heads x KV heads x tokens x head "
+            "dimension, and a v behind it for lengths that vary too.",
             show_default="the usual ones",
         ),
     ] = None,
@@ -362,8 +367,16 @@ def kernels(
     ] = None,
     sparsity: Annotated[str, typer.Option(metavar="LIST", help="spmm: of random weights.")] = "0.5,0.6,0.7,0.8,0.9",
     dtype: Annotated[
-        str, typer.Option(metavar="LIST", help="Of x, and of weights that are not INT8.")
-    ] = "float16,bfloat16",
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Of x, and of weights that are not INT8; of queries.",
+            show_default="float16,bfloat16; attention: bfloat16",
+        ),
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(metavar="LIST", help="attention: how the cache is stored.")
+    ] = "int4,int4-g32,int4-static,int8,bf16",
     layouts: Annotated[
         str, typer.Option(metavar="LIST", help="spmm: how weights are stored.")
     ] = "tiled-csl,tiled-bitmap,tiled-bitmap-int8",
@@ -376,17 +389,18 @@ def kernels(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the CUDA kernels on this card, each checked first, against cuBLAS or eager PyTorch and the memory's read bandwidth."""
-    from tilepress.eval import int8_kernels, kernels as bench
+    """Time the CUDA kernels on this card, each checked first, against cuBLAS, PyTorch's attention or eager PyTorch, and the memory's read bandwidth."""
+    from tilepress.eval import attention, int8_kernels, kernels as bench
 
     if what not in _SHAPES:
         raise UsageError(f"no benchmark {what!r}", f"choose one of {', '.join(_SHAPES)}")
     if tune and (what != "w8a8" or output is None):
         raise UsageError("--tune writes a table for w8a8", "tilepress eval kernels w8a8 --tune -o w8a8_gemm.json")
-    usual = _SHAPES[what].split(",")
-    sizes = [parse_shape(text) for text in (usual if shapes is None else shapes.split(","))]
+    parse = attention.Shape.parse if what == "attention" else parse_shape
+    sizes = [parse(text) for text in (_SHAPES[what] if shapes is None else shapes).split(",")]
     counts = parse_list(_COLUMNS.get(what, "1") if columns is None else columns, "columns")
-    dtypes = [parse_dtype(name) for name in dtype.split(",")]
+    usual = "bfloat16" if what == "attention" else "float16,bfloat16"
+    dtypes = [parse_dtype(name) for name in (usual if dtype is None else dtype).split(",")]
     layout_names, shares = layouts.split(","), [parse_share(text) for text in sparsity.split(",")]
 
     def progress(at: str) -> None:
@@ -404,6 +418,9 @@ def kernels(
         found = bench.spmm(layout_names, sizes, counts, shares, dtypes, progress)
     elif what == "w8a8":
         found = int8_kernels.gemm(sizes, counts, dtypes, progress)
+    elif what == "attention":
+        fronts = attention.FRONTS if shapes is None else [shape.front for shape in sizes]
+        found = attention.attention(sizes, kv.split(","), dtypes, progress, fronts)
     else:
         found = int8_kernels.fused(sizes, dtypes, progress)
     if output is not None:

@@ -245,12 +245,12 @@ def perplexity_text(result: dict) -> str:
     return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
 
 
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 def inspection_text(found: dict, memory_gib: float) -> str:
     """A row a weight, then the total; `-` where only a manifest could tell."""
-
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     title = f"{found['path']}: {found['architecture']}, {found['shards']} shard{'s' if found['shards'] > 1 else ''}"
     if found["made_by"]:
         title += f", by {found['made_by']}"
@@ -260,11 +260,11 @@ def inspection_text(found: dict, memory_gib: float) -> str:
             " x ".join(map(str, row["shape"])),
             row["layout"],
             row["dtype"] if row["value_dtype"] in (None, row["dtype"]) else f"{row['value_dtype']} x {row['dtype']}",
-            cell(row["sparsity"], ".2%"),
+            _cell(row["sparsity"], ".2%"),
             size(row["bytes"]),
-            cell(row["densest_tile"], ".1%"),
-            cell(row["wavefronts_per_32"], ".3f"),
-            cell(row["filled"], ".1%"),
+            _cell(row["densest_tile"], ".1%"),
+            _cell(row["wavefronts_per_32"], ".3f"),
+            _cell(row["filled"], ".1%"),
         ]
         for row in found["rows"]
     ]
@@ -282,6 +282,9 @@ def _times(row: dict) -> list[str]:
 def kernels_text(found: dict) -> str:
     """A row a case, of one kind of kernels."""
     rows = found["rows"]
+    title = f"{found['env']['card']}, torch {found['env']['torch']}: reads {found['read_gbps'] / 1000:.2f} TB/s"
+    if "HQ" in rows[0]:
+        return _attention_text(title, rows)
     if all(row["op"] == "spmm" for row in rows):
         head = [
             "M x K",
@@ -328,8 +331,41 @@ def kernels_text(found: dict) -> str:
             ]
             for row in rows
         ]
-    title = f"{found['env']['card']}, torch {found['env']['torch']}: reads {found['read_gbps'] / 1000:.2f} TB/s"
     return table(title, head, cells)
+
+
+def _attention_text(title: str, rows: list[dict]) -> str:
+    """Decode attention, and RoPE with the append."""
+
+    def sizes(row: dict) -> list[str]:
+        return [row["kv"], str(row["B"]), f"{row['HQ']}/{row['HKV']}", str(row["D"]), row["dtype"]]
+
+    names = ["cache", "batch", "heads", "of", "dtype"]
+    head = [*names, "tokens", "us", "dense us", "times as fast", "of read bandwidth", "of equal lengths", "error"]
+    cells = [
+        [
+            *sizes(row),
+            f"1..{2 * row['T']}" if row["variable_lengths"] else str(row["T"]),
+            f"{row['us']:.1f}",
+            f"{row['us_bf16_best']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['share_of_read']:.0%}",
+            _cell(row.get("over_equal"), ".2f"),
+            f"{row['rel_err']:.0e}",
+        ]
+        for row in rows
+        if row["op"] == "decode_attention"
+    ]
+    fronts = [
+        [*sizes(row), *(_cell(row[name], ".2f") for name in ("us", "us_eager", "us_floor", "us_allowed"))]
+        for row in rows
+        if row["op"] == "rope_append"
+    ]
+    tables = [table(f"decode attention on {title}", head, cells)]
+    if fronts:
+        names += ["us", "eager us", "floor us", "allowed us"]
+        tables.append(table("RoPE and append, a token of each", names, fronts))
+    return "\n\n".join(tables)
 
 
 def with_error(value: float, stderr: float | None) -> str:

@@ -31,6 +31,13 @@ from tilepress.screen import kernels_text
         (["spmm", "--tune", "-o", "table.json"], "--tune writes a table for w8a8"),
         (["w8a8", "--tune"], "--tune writes a table for w8a8"),
         (["w8a8", "--shapes", "8192"], "is no shape"),
+        (["attention", "--shapes", "64x32x8x8192"], "is no shape of attention"),
+        (["attention", "--shapes", "64x32x0x8192x128"], "is no shape of attention"),
+        (["attention", "--shapes", "64x32x8x8192x128w"], "is no shape of attention"),
+        (["attention", "--shapes", "64x32x5x8192x128"], "32 query heads are no multiple of 5 KV heads"),
+        (["attention", "--shapes", "64x32x8x8192x80"], "head dimension 80 is no multiple of 32"),
+        (["attention", "--kv", "int4,fp8"], "--kv fp8 is unknown"),
+        (["attention", "--dtype", "float32"], "multiply float16 and bfloat16"),
     ],
 )
 def test_wrong_requests_end_with_2(cli, words, message):
@@ -64,7 +71,9 @@ def test_copies_are_more_than_twice_the_cache(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a card")
-@pytest.mark.parametrize("words", [["spmm"], ["w8a8"], ["fused"], ["w8a8", "--tune", "-o", "table.json"]])
+@pytest.mark.parametrize(
+    "words", [["spmm"], ["w8a8"], ["fused"], ["attention"], ["w8a8", "--tune", "-o", "table.json"]]
+)
 def test_without_a_card_nothing_is_timed(cli, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = cli("eval", "kernels", *words)

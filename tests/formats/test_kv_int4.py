@@ -1,5 +1,7 @@
 """Rows and pages of the attention cache: golden bytes, a reader written from docs/format.md, arithmetic against numpy in float64."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,11 @@ from tilepress.formats.kv_int4 import (
     from_serialized,
     hadamard,
     page_order,
+    pages_from_serialized,
     quantize_rows,
     read_pages,
     row_bytes,
+    serialized_from_pages,
     split_row,
     to_channels,
     to_serialized,
@@ -59,6 +63,88 @@ def test_golden_bytes_of_the_serialized_row():
     assert row[16:] == bytes.fromhex("1032547698badcfe") * 8
     back = from_serialized(torch.tensor(list(row), dtype=torch.uint8), 4)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
+
+
+def golden_cache(groups: int) -> torch.Tensor:
+    """Rows written from the specification, uint8 [batch 3, T 70, heads 2, 4 groups + 64] of D = 128: group g has s = (g + 1) / 4 and z = g - 1.5, channel d
+    of token t, head h of sequence b has code (d + t + 3 h + 5 b) mod 16. Of 70, 3 and 0 tokens; poison stands beyond."""
+    scales = struct.pack(f"<{2 * groups}e", *(x for g in range(groups) for x in ((g + 1) / 4, g - 1.5)))
+    rows = (
+        scales + bytes((first + d) % 16 | (first + d + 1) % 16 << 4 for d in range(0, 128, 2))
+        for first in (t + 3 * h + 5 * b for b in range(3) for t in range(70) for h in range(2))
+    )
+    cache = torch.tensor(list(b"".join(rows)), dtype=torch.uint8).view(3, 70, 2, -1)
+    cache[1, 3:], cache[2] = 0xFF, 0xFF
+    return cache
+
+
+@pytest.mark.parametrize("form", [KVFormat(128), KVFormat(128, 4, 32)], ids=str)
+def test_a_contiguous_serialized_cache_becomes_pages_and_comes_back(form):
+    keys, lengths = golden_cache(form.groups), torch.tensor([70, 3, 0])
+    golden = [*["003400be", "003800b8", "003a0038", "003c003e"][: form.groups], "badcfe10", "32547698"]
+    assert bytes(keys[1, 2, 1].tolist()).hex(" ", 4).split()[: len(golden)] == golden
+    values = keys.flip(2)  # of the other head
+    pages, table, seq_lens = pages_from_serialized(keys, values, lengths, form)
+    assert pages.shape == (3, 2, form.page_bytes) and table.dtype == seq_lens.dtype == torch.int32
+    assert table.tolist() == [[0, 1], [2, 0], [0, 0]] and seq_lens.tolist() == [70, 3, 0]
+    for b, length in enumerate((70, 3, 0)):
+        for which, rows in enumerate(read_pages(pages, table[b], length, form)):
+            codes, scales = split_row(rows, form)
+            assert codes.shape == (length, 2, 128) and scales.shape == (length, 2, form.groups, 2)
+            d, t, h = (torch.arange(n) for n in (128, length, 2))
+            expected = (d + t[:, None, None] + 3 * (h if which == 0 else 1 - h)[:, None] + 5 * b) % 16
+            assert torch.equal(codes.long(), expected)
+            g = torch.arange(form.groups)
+            assert torch.equal(scales.float(), torch.stack([(g + 1) / 4, g - 1.5], -1).expand_as(scales))
+    order = page_order(form)
+    assert not bool(pages[1][:, order[:, 6:].flatten()].any()) and not bool(pages[2][:, order[:, 3:].flatten()].any())
+    for back, cache in zip(serialized_from_pages(pages, table, seq_lens, 75, form), (keys, values), strict=True):
+        assert back.shape == (3, 75, *cache.shape[2:]) and torch.equal(back[0, :70], cache[0])
+        assert torch.equal(back[1, :3], cache[1, :3])
+        assert not bool(back[0, 70:].any()) and not bool(back[1, 3:].any()) and not bool(back[2].any())
+
+
+def test_serialized_caches_without_tokens():
+    empty = torch.zeros(2, 0, 1, 68, dtype=torch.uint8)
+    pages, table, _ = pages_from_serialized(empty, empty, torch.tensor([0, 0]), KVFormat(128))
+    assert pages.shape == (0, 1, KVFormat(128).page_bytes) and table.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "keys,values,lengths,form,message",
+    [
+        (
+            (2, 9, 1, 68),
+            (2, 9, 1, 68),
+            [9, 9],
+            KVFormat(128, 4, 32),
+            r"\[2, 9, 1, 68\] of torch.uint8 .* uint8 \[batch, T, heads, 80\]",
+        ),
+        ((2, 9, 68), (2, 9, 68), [9, 9], KVFormat(128), r"\[2, 9, 68\]"),
+        ((2, 9, 1, 68), (2, 8, 1, 68), [8, 8], KVFormat(128), r"\[2, 9, 1, 68\], the value cache \[2, 8, 1, 68\]"),
+        ((2, 9, 1, 68), (2, 9, 1, 68), [9, 10], KVFormat(128), "9 .. 10, the cache has room for 9"),
+        ((2, 9, 1, 68), (2, 9, 1, 68), [-1, 3], KVFormat(128), "-1 .. 3"),
+        ((2, 9, 1, 68), (2, 9, 1, 68), [9], KVFormat(128), r"lengths \[1\] of torch.int64 for 2 sequences"),
+        ((2, 9, 1, 68), (2, 9, 1, 68), [9.0, 9.0], KVFormat(128), "of torch.float32"),
+        ((2, 9, 1, 64), (2, 9, 1, 64), [9, 9], KVFormat(128, 4, 0, True), "int4 static"),
+        ((2, 9, 1, 132), (2, 9, 1, 132), [9, 9], KVFormat(128, 8), "int8 dynamic"),
+    ],
+)
+def test_serialized_caches_that_do_not_fit(keys, values, lengths, form, message):
+    caches = (torch.zeros(shape, dtype=torch.uint8) for shape in (keys, values))
+    with pytest.raises(ValueError, match=message):
+        pages_from_serialized(*caches, torch.tensor(lengths), form)
+
+
+def test_serialized_caches_of_another_dtype_and_pages_that_are_too_short():
+    form = KVFormat(128)
+    with pytest.raises(ValueError, match=r"of torch.int8 "):
+        pages_from_serialized(*2 * [torch.zeros(1, 9, 1, 68, dtype=torch.int8)], torch.tensor([9]), form)
+    pages, table = torch.zeros(2, 1, form.page_bytes, dtype=torch.uint8), torch.tensor([[0]])
+    with pytest.raises(ValueError, match="65 .. 65, the cache has room for 64"):
+        serialized_from_pages(pages, table, torch.tensor([65]), 64, form)
+    with pytest.raises(IndexError, match="65 tokens"):
+        serialized_from_pages(pages, table, torch.tensor([65]), 70, form)
 
 
 def place(form: KVFormat, value: bool, token: int, byte: int) -> int:

@@ -335,6 +335,61 @@ def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tup
     return rows[0, :length], rows[1, :length]
 
 
+def pages_from_serialized(
+    key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, form: KVFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The paged form of a contiguous cache of serialized rows, bit for bit: key_cache, value_cache uint8 [batch, T, heads, 4 G + D / 2], of which
+    sequences use seq_lens int [batch] tokens -> pages uint8 [n, heads, page_bytes], block_table int32 [batch, most], seq_lens int32 [batch].
+
+    A sequence's pages follow each other, its table ends in zeros, unused places are zero. Raises ValueError for caches that are not of `form`, a
+    dynamic one of 4 bits, and for lengths beyond T."""
+    check_serialized(key_cache, value_cache, seq_lens, form)
+    lengths, device = seq_lens.to(key_cache.device, torch.int64), key_cache.device
+    counts = -(-lengths // PAGE_TOKENS)
+    first, place = (counts.cumsum(0) - counts)[:, None], torch.arange(key_cache.shape[1], device=device)
+    used = place < lengths[:, None]
+    pages = key_cache.new_zeros(int(counts.sum()), key_cache.shape[2], form.page_bytes)
+    ours = (stored[used].roll(-form.scale_bytes, -1) for stored in (key_cache, value_cache))
+    write_pages(pages, (first * PAGE_TOKENS + place)[used], *ours, form)
+    number = torch.arange(int(counts.max()) if len(counts) else 0, device=device)
+    table = torch.where(number < counts[:, None], first + number, 0)
+    return pages, table.to(torch.int32), lengths.to(torch.int32)
+
+
+def serialized_from_pages(
+    pages: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int, form: KVFormat
+) -> tuple[Tensor, Tensor]:
+    """The inverse: key and value cache uint8 [batch, max_len, heads, 4 G + D / 2], zero beyond a sequence's end. Raises ValueError for another
+    form than a dynamic one of 4 bits and for lengths beyond max_len, and as `read_pages` does."""
+    shape = (len(seq_lens), max_len, pages.shape[1], form.row_bytes)
+    caches = pages.new_zeros(2, *shape)
+    check_serialized(*caches, seq_lens, form)
+    for i, length in enumerate(seq_lens.tolist()):
+        for stored, rows in zip(caches, read_pages(pages, block_table[i], length, form), strict=True):
+            stored[i, :length] = rows.roll(form.scale_bytes, -1)
+    return caches[0], caches[1]
+
+
+def check_serialized(key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, form: KVFormat) -> None:
+    """Raises ValueError for caches that do not hold serialized rows of `form`, and for lengths that they cannot have."""
+    if form.bits != 4 or form.static:
+        raise ValueError(f"serialized rows have 4 bits and scales of their own, the format is {form.name}")
+    for stored in (key_cache, value_cache):
+        if stored.dtype != torch.uint8 or stored.dim() != 4 or stored.shape[-1] != form.row_bytes:
+            raise ValueError(
+                f"a cache {list(stored.shape)} of {stored.dtype} does not hold serialized {form.name} rows of {form.head_dim} channels: "
+                f"uint8 [batch, T, heads, {form.row_bytes}]"
+            )
+    if key_cache.shape != value_cache.shape:
+        raise ValueError(f"the key cache is {list(key_cache.shape)}, the value cache {list(value_cache.shape)}")
+    if seq_lens.shape != key_cache.shape[:1] or seq_lens.is_floating_point():
+        raise ValueError(f"lengths {list(seq_lens.shape)} of {seq_lens.dtype} for {len(key_cache)} sequences")
+    if seq_lens.numel() and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= key_cache.shape[1]:
+        raise ValueError(
+            f"lengths {int(seq_lens.min())} .. {int(seq_lens.max())}, the cache has room for {key_cache.shape[1]} tokens"
+        )
+
+
 def check_pages(pages: Tensor, heads: int, form: KVFormat) -> None:
     """Raises ValueError for pages of another format or number of heads."""
     if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[1:] != (heads, form.page_bytes):

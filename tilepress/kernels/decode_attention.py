@@ -1,15 +1,20 @@
-"""Decode attention over the paged cache: one query per sequence attends to all its tokens.
+"""Decode attention over the paged cache: one query per sequence attends to all its tokens. The kernel's design and figures: docs/kernels/decode_attention.md.
 
 The calibration of a value x = mean + scale * (code * s + z) needs no work per stored element: the keys' scale multiplies the query, their mean
 shifts all scores of a query alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
 """
 
+import functools
+import itertools
+import secrets
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tilepress.formats import int8
-from tilepress.formats.kv_int4 import KVFormat, hadamard, read_pages
-from tilepress.kernels import library
+from tilepress.formats.kv_int4 import KVFormat, check_pages, hadamard, read_pages
+from tilepress.kernels import jit, library
 from tilepress.kernels.kv_cache import values_of
 
 _ARGUMENTS = (
@@ -96,9 +101,179 @@ REFERENCES = {
     "decode_attention_lse": decode_attention_lse_ref,
     "decode_attention_int8": decode_attention_int8_ref,
 }
-for _name, _reference in REFERENCES.items():
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _reference, _key)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a kernel is compiled for."""
+
+    form: KVFormat
+    dtype: torch.dtype  # of queries
+    tiles: int  # of 8 query heads that share a load of the pages
+    rotate: bool = False
+    lse: bool = False
+    int8: bool = False  # output
+    blocks: int = 132  # multiprocessors of the card
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.tiles == 1 or self.form.bits == 4 else 4
+
+    @property
+    def unit(self) -> int:
+        """Tokens that a warp loads at once."""
+        return 16 if self.form.bits == 16 else 32
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.warps * _STAGES * (2 * self.unit * self.form.row_bytes + 8)
+        pieces = 2 * self.warps * 4 * self.tiles * (4 * (2 * self.form.head_dim + 4) + 16)
+        return ring + pieces + 2 * self.warps * 16 + self.warps * 4 + 4 * (_MOST + 1)
+
+
+_STAGES = 2  # units on their way to each warp
+_MOST = 1024  # sequences of a launch
+_tickets = itertools.count(secrets.randbits(32))
+
+
+def source(chosen: Configuration) -> str:
+    form = chosen.form
+    macros = {
+        "D": form.head_dim,
+        "BITS": form.bits,
+        "GROUPS": form.groups,
+        "STATIC": int(form.static and form.bits < 16),
+    }
+    macros |= {"TILES": chosen.tiles, "BF16": int(chosen.dtype == torch.bfloat16), "OUT8": int(chosen.int8)}
+    macros |= {"LSE": int(chosen.lse), "ROTATE": int(chosen.rotate), "WARPS": chosen.warps, "STAGES": _STAGES}
+    return jit.source(
+        "decode_attention.cu",
+        **macros,
+        UNIT=chosen.unit,
+        MOST=_MOST,
+        SHARED_BYTES=chosen.shared_bytes,
+        BLOCKS=chosen.blocks,
+    )
+
+
+@functools.cache
+def _kernel(chosen: Configuration) -> jit.Kernel:
+    return jit.Kernel("decode_attention", source(chosen), 32 * chosen.warps, chosen.shared_bytes, overlaps=True)
+
+
+def why_not(device: torch.device, form: KVFormat, dtype: torch.dtype) -> str | None:
+    """Why the reference serves (nothing to say of the CPU), or None where the kernel does."""
+    if (why := jit.why_not(device)) is not None:
+        return why
+    if jit.capability(device)[0] != 9:
+        return " (the kernel needs a Hopper card)"
+    if form.head_dim not in (64, 128):
+        return f" (heads of {form.head_dim}, the kernel takes 64 and 128)"
+    return None if dtype in (torch.bfloat16, torch.float16) else f" ({dtype} queries)"
+
+
+def _launch(
+    name: str,
+    out_scale: Tensor | None,
+    query: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    key_channels: Tensor | None,
+    key_fixed: Tensor | None,
+    value_channels: Tensor | None,
+    value_fixed: Tensor | None,
+    bits: int,
+    group_size: int,
+    static: bool,
+    rotate: bool,
+):
+    """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
+    cut, a number that is no page is the last page's."""
+    batch, heads, dim = query.shape
+    form = KVFormat(dim, bits, group_size, static)
+    tail = () if out_scale is None else (out_scale,)
+    calibration = key_channels, key_fixed, value_channels, value_fixed
+    wanted = torch.float32, torch.float16, torch.float32, torch.float16
+    kv_heads = pages.shape[1]
+    plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
+    plain &= not (name == "decode_attention_lse" and static and rotate)
+    plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
+    if why_not(query.device, form, query.dtype) is not None or not plain:
+        form_args = bits, group_size, static, rotate
+        return REFERENCES[name](query, pages, block_table, seq_lens, scale, *calibration, *form_args, *tail)
+    check_pages(pages, kv_heads, form)
+    if block_table.dim() != 2 or not batch == len(seq_lens) == len(block_table):
+        raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    sizes = (3, kv_heads, dim), (kv_heads, form.groups, 2), (3, kv_heads, dim), (kv_heads, form.groups, 2)
+    if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
+        raise ValueError(f"the calibration is not of {kv_heads} heads of {dim} channels in {form.groups} groups")
+    if form.static and bits < 16 and (key_fixed is None or value_fixed is None):
+        raise ValueError("a static format needs its scales")
+    if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, *tail)):
+        raise ValueError("the arguments are on several devices")
+    query, seq_lens = query.contiguous(), seq_lens.contiguous()
+    if query.data_ptr() % 16:
+        query = query.clone()
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    out = torch.empty_like(query, dtype=query.dtype if out_scale is None else torch.int8)
+    lse = (
+        torch.empty(batch, heads, dtype=torch.float32, device=query.device) if name == "decode_attention_lse" else None
+    )
+    group = heads // kv_heads
+    blocks, tiles = jit.multiprocessors(query.device), 1 if group <= 8 else 2
+    chosen, most_heads = (
+        Configuration(form, query.dtype, tiles, rotate, lse is not None, out_scale is not None, blocks),
+        8 * tiles,
+    )
+    scales = None if out_scale is None else out_scale.reshape(1).float()
+    # What blocks leave each other of two segments each, a row of [most_heads, D / 64, 32 lanes, 16 bytes].
+    parts = torch.empty(2 * blocks * most_heads * dim * 8, dtype=torch.uint8, device=query.device)
+    for first in range(0, batch, _MOST):
+        count = min(_MOST, batch - first)
+        _kernel(chosen)(
+            query.device,
+            blocks,
+            query[first:].data_ptr(),
+            pages.data_ptr(),
+            block_table[first:].data_ptr(),
+            seq_lens[first:].data_ptr(),
+            out[first:].data_ptr(),
+            0 if lse is None else lse[first:].data_ptr(),
+            parts.data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in (*calibration, scales)),
+            count,
+            kv_heads,
+            group,
+            -(-group // most_heads),
+            block_table.stride(0),
+            block_table.shape[1],
+            len(pages),
+            jit.float_bits(scale),
+            next(_tickets) % (2**32 - 1) + 1,
+        )
+    return out if lse is None else (out, lse)
+
+
+def _cuda(query: Tensor, *args):
+    return _launch("decode_attention", None, query, *args)
+
+
+def _cuda_lse(query: Tensor, *args):
+    return _launch("decode_attention_lse", None, query, *args)
+
+
+def _cuda_int8(query: Tensor, *args):
+    *args, out_scale = args
+    return _launch("decode_attention_int8", out_scale, query, *args)
+
+
+for (_name, _reference), _kernel_op in zip(REFERENCES.items(), (_cuda, _cuda_lse, _cuda_int8), strict=True):
+    library.impl(_name, _reference, "CPU")
+    library.impl(_name, _kernel_op, "CUDA")
 
 
 @torch.library.register_fake("tilepress::decode_attention")
@@ -116,6 +291,7 @@ def _(query, *_):
     return torch.empty_like(query, dtype=torch.int8)
 
 
-def path(device: torch.device, form: KVFormat) -> str:
-    """Which implementation serves a device: what results report."""
-    return f"decode_attention reference ({form.name}) on {device.type}"
+def path(device: torch.device, form: KVFormat, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Which implementation serves queries of a dtype on a device: what results report."""
+    why = why_not(device, form, dtype)
+    return f"decode_attention {'kernel' if why is None else 'reference'} ({form.name}) on {device.type}{why or ''}"

@@ -5,6 +5,7 @@ Appending is one opaque op: a compiler that sees its casts may drop them and cha
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from tilepress.formats.kv_int4 import (
     check_pages,
     dequantize_rows,
     from_channels,
-    page_order,
     quantize_rows,
     read_pages,
     row_bytes,
@@ -24,12 +24,13 @@ from tilepress.formats.kv_int4 import (
 )
 from tilepress.kernels import jit, library
 
-_APPEND_THREADS = 128  # a warp for a row
+THREADS = 128  # a warp for a row
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
-_FORM = "int bits, int group_size, bool static, bool rotate, int refits"
-library.define(
-    f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {_SIDE.format('key')}, {_SIDE.format('value')}, {_FORM}) -> ()"
+QUANTIZATION = (
+    f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits"
 )
+library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 library.define(
     "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
     "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
@@ -40,7 +41,7 @@ library.define(
 def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
     if form.bits == 16:
         return x.to(torch.bfloat16).contiguous().view(torch.uint8)
-    y = to_channels(x, channels, rotate)
+    y = to_channels(x, channels, rotate) + 0.0  # no -0, which would be a row's least number, and its shift, by chance
     codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
     return row_bytes(codes, scales, form.bits)
 
@@ -53,120 +54,143 @@ def values_of(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
     return dequantize_rows(codes, fixed if scales is None else scales)
 
 
-def kv_append_ref(
-    pages: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    key_clip: float,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    value_clip: float,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-    refits: int,
-) -> None:
-    """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
-    pages uint8 [num_pages, heads, page_bytes]. `rotate` is of the keys."""
-    form = _form_of(pages, key, value, bits, group_size, static)
-    key_rows = _rows(key, form, key_channels, key_fixed, key_clip, rotate, refits)
-    value_rows = _rows(value, form, value_channels, value_fixed, value_clip, False, refits)
-    write_pages(pages, slots, key_rows, value_rows, form)
+@dataclass(frozen=True)
+class Quantization:
+    """How an append makes rows of keys and values: its last arguments, in their order. channels float32 [3, heads, D] are mean, scale and error weight,
+    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys."""
 
+    key_channels: Tensor | None
+    key_fixed: Tensor | None
+    key_clip: float
+    value_channels: Tensor | None
+    value_fixed: Tensor | None
+    value_clip: float
+    bits: int
+    group_size: int
+    static: bool
+    rotate: bool
+    refits: int
 
-def _form_of(pages: Tensor, key: Tensor, value: Tensor, bits: int, group_size: int, static: bool) -> KVFormat:
-    if not key.shape[1] == value.shape[1] == pages.shape[1]:
-        raise ValueError(
-            f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
+
+    def check(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> KVFormat:
+        """The format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+        if not key.shape[1] == value.shape[1] == pages.shape[1]:
+            raise ValueError(
+                f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
+            )
+        tokens, heads, dim = key.shape
+        form = KVFormat(dim, self.bits, self.group_size, self.static)
+        check_pages(pages, heads, form)
+        if key.shape != value.shape or slots.shape != (tokens,):
+            raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
+        sizes = (3, heads, dim), (3, heads, dim), (heads, form.groups, 2), (heads, form.groups, 2)
+        if any(t is not None and t.shape != size for t, size in zip(self.tensors, sizes, strict=True)):
+            raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
+        if form.static and form.bits < 16 and (self.key_fixed is None or self.value_fixed is None):
+            raise ValueError("a static format needs its scales")
+        if any(t is not None and t.device != pages.device for t in (key, value, slots, *self.tensors)):
+            raise ValueError("the arguments are on several devices")
+        return form
+
+    def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
+        """Of arguments that are checked: whether they lie as kv_rows.cuh reads and writes them, on a card with kernels."""
+        wanted = torch.float32, torch.float32, torch.float16, torch.float16
+        return (
+            jit.why_not(pages.device) is None
+            and key.dtype == value.dtype
+            and key.dtype in KINDS
+            and slots.dtype == torch.int64
+            and pages.is_contiguous()
+            and pages.data_ptr() % 4 == 0
+            and all(
+                t is None or (t.dtype == dtype and t.is_contiguous())
+                for t, dtype in zip(self.tensors, wanted, strict=True)
+            )
         )
-    return KVFormat(key.shape[-1], bits, group_size, static)
+
+    def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: KVFormat) -> None:
+        """The reference of what kv_rows.cuh does."""
+        rows = (
+            _rows(key, form, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
+            _rows(value, form, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
+        )
+        write_pages(pages, slots, *rows, form)
+
+    def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[int, ...]:
+        """The first ones of a kernel that appends."""
+        return (
+            pages.data_ptr(),
+            slots.data_ptr(),
+            *map(address, self.tensors),
+            *(jit.float_bits(0.5 * clip) for clip in (self.key_clip, self.value_clip)),
+            jit.float_bits(2 / form.max_code),
+            jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
+            int(self.rotate),
+            self.refits,
+            len(slots),
+            len(pages),
+        )
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_append.cu counts them
+def row_macros(form: KVFormat, dtype: torch.dtype) -> dict[str, int]:
+    """What kv_rows.cuh is compiled with for inputs of a dtype."""
+    macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
+    return {**macros, "STATIC": int(form.static), "KIND": KINDS[dtype], "BF16": 0}
+
+
+def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
+    """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
+    pages uint8 [num_pages, heads, page_bytes]; the rest are `Quantization`'s. Raises ValueError for what does not fit together, IndexError
+    for slots beyond the pages."""
+    how = Quantization(*quantization)
+    how.store(pages, key, value, slots, how.check(pages, key, value, slots))
 
 
 def append_source(form: KVFormat, dtype: torch.dtype) -> str:
-    macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
-    return jit.source("kv_append.cu", **macros, STATIC=int(form.static), KIND=_KINDS[dtype], BF16=0)
+    return jit.source("kv_append.cu", **row_macros(form, dtype))
 
 
 @functools.cache
 def _append_kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("kv_append", append_source(form, dtype), _APPEND_THREADS, overlaps=True)
+    return jit.Kernel("kv_append", append_source(form, dtype), THREADS, overlaps=True)
 
 
-@functools.cache
-def _order(form: KVFormat, device: torch.device) -> Tensor:
-    return page_order(form).to(device, torch.int32)
-
-
-def _append_cuda(
-    pages: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    key_clip: float,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    value_clip: float,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-    refits: int,
-) -> None:
+def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
     """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
-    form = _form_of(pages, key, value, bits, group_size, static)
-    check_pages(pages, key.shape[1], form)
-    calibration = key_channels, key_fixed, value_channels, value_fixed
-    wanted = torch.float32, torch.float16, torch.float32, torch.float16
-    fits = all(
-        t is None or (t.dtype == dtype and t.is_contiguous()) for t, dtype in zip(calibration, wanted, strict=True)
-    )
-    known = key.dtype == value.dtype and key.dtype in _KINDS and slots.dtype == torch.int64
-    if jit.why_not(pages.device) is not None or not (fits and known and pages.is_contiguous()):
-        sides = key_channels, key_fixed, key_clip, value_channels, value_fixed, value_clip
-        return kv_append_ref(pages, key, value, slots, *sides, bits, group_size, static, rotate, refits)
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    tokens, heads, dim = key.shape
-    if key.shape != value.shape or slots.shape != (tokens,):
-        raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
-    sizes = (3, heads, dim), (heads, form.groups, 2), (3, heads, dim), (heads, form.groups, 2)
-    if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
-        raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
-    if form.static and form.bits < 16 and (key_fixed is None or value_fixed is None):
-        raise ValueError("a static format needs its scales")
-    if any(t is not None and t.device != pages.device for t in (key, value, slots, *calibration)):
-        raise ValueError("the arguments are on several devices")
+    how = Quantization(*quantization)
+    form = how.check(pages, key, value, slots)
+    if not how.suits_kernels(pages, key, value, slots):
+        return how.store(pages, key, value, slots, form)
+    tokens, heads, _ = key.shape
     if tokens == 0:
         return None
-    slots, order = slots.contiguous(), _order(form, pages.device)
+    key, value, slots = in_rows(key), in_rows(value), slots.contiguous()
     _append_kernel(form, key.dtype)(
         pages.device,
-        -(-tokens * heads * 2 // (_APPEND_THREADS // 32)),
-        pages.data_ptr(),
-        slots.data_ptr(),
-        order.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        *(0 if t is None else t.data_ptr() for t in (key_channels, value_channels, key_fixed, value_fixed)),
+        blocks(tokens * heads * 2),
+        *how.launch_arguments(pages, slots, form),
+        *(key.data_ptr(), value.data_ptr()),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        *(jit.float_bits(0.5 * clip) for clip in (key_clip, value_clip)),
-        jit.float_bits(2 / form.max_code),
-        jit.float_bits((dim & -dim) ** -0.5),
-        int(rotate),
-        refits,
-        tokens,
         heads,
-        len(pages),
     )
     return None
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """With channels in a row."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def blocks(rows: int) -> int:
+    """Of a kernel with a warp for a row."""
+    return -(-rows // (THREADS // 32))
 
 
 def kv_read_ref(

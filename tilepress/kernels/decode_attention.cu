@@ -1,0 +1,762 @@
+// Decode attention over a paged cache: a query head a sequence, dequantization fused, one launch of a constant grid. Hopper: bulk copies.
+//
+// Work is a flat list of units, UNIT tokens of one KV head: sequences, in each its heads, in each its tokens. Every warp takes as many of them, in
+// order, whatever the lengths are, which are read on the device only:
+//
+//     sequence      0                1        2                                   a segment: one sequence and head
+//     head      0   |   1    |   0 | 1 |  0      |     1      |                   a piece: what a warp has of a segment
+//     units  . . . . . . . . . . . . . . . . . . . . . . . . . . .
+//     warps  0      | 1      | 2      | 3      | 4      | 5      |
+//     blocks 0               | 1               | 2               |
+//
+// A warp streams its units through a ring of its own. Keys are the left factor of an m16n8k16 product, 8 query heads the right one, so that codes enter
+// the tensor core as they lie in the page: a code of 4 or 8 bits in a half is a denormal of float16, exact; powers of two are undone in the query and at
+// the end. Scales of a row multiply scores and probabilities (row-wise), or codes (groups). Fixed scales are folded into query and output.
+//
+// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes beyond the block, it leaves the head in global
+// memory, 16 bytes a lane: two channels, the logarithm of their weight, and the launch's ticket. Then it looks at what the segment's other blocks have left.
+// Whoever finds every ticket finishes the segment, in the order of blocks. Nobody waits: a fence.sc stands between leaving and looking, so of two blocks the
+// one whose fence is later in the order of all fences sees the other's part, and the latest of all sees all. If two find all, both write the same. The
+// tickets are wiped by who finishes: a graph launches with the same one again.
+//
+// Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16: of query and output; OUT8: the output is
+// int8; LSE; ROTATE 0 | 1; WARPS 4 | 8 | 16; STAGES of a ring; UNIT 32, or 16 of 16 bits; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
+// 32 WARPS threads a multiprocessor.
+
+#define ALL (~0u)
+#define CODE_BYTES (D * BITS / 8)
+#define DYNAMIC (!STATIC && BITS < 16)
+#define ROW_WISE (DYNAMIC && GROUPS == 1)
+#define GROUPED (DYNAMIC && GROUPS > 1)
+#define ROW_BYTES (CODE_BYTES + (DYNAMIC ? 4 * GROUPS : 0))
+#define UNIT_BYTES (2 * UNIT * ROW_BYTES)
+#define UNITS_OF_PAGE (64 / UNIT)
+#define VALUES_AT (UNIT * CODE_BYTES)         // in a unit, behind the keys' codes
+#define KEY_SCALES_AT (2 * UNIT * CODE_BYTES)
+#define VALUE_SCALES_AT (KEY_SCALES_AT + UNIT * 4 * GROUPS)
+#define WORDS (CODE_BYTES / 16)               // of a lane, of 8 tokens
+#define HEADS (8 * TILES)
+#define HALVES (D / 64)
+#define LOG2E 1.4426950408889634f
+#define MARGIN 4.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
+#define LIFT 2.f
+#define STEP (HEADS * HALVES * 32)            // 16-byte words that a block leaves of a segment, at most; first come those that began earlier, of all blocks
+#define BATCH 16                              // parts of blocks that are loaded at once
+
+// Codes in halves are CODE times a float16 denormal's step of 2^-24, those in the upper nibble 16 times as much. The query carries up to 2^14 / 2^10.
+#if BITS == 4 && !GROUPED
+#define EVEN 14
+#define ODD 10
+#define LOW_STEP 16777216.f
+#define HIGH_STEP 1048576.f
+#elif BITS == 8
+#define EVEN 14
+#define ODD 14
+#define LOW_STEP 16777216.f
+#define HIGH_STEP 16777216.f
+#else
+#define EVEN 10
+#define ODD 10
+#define LOW_STEP 1.f
+#define HIGH_STEP 1.f
+#endif
+#define SCORE (GROUPED ? -10 : 10)            // scores are 2^SCORE times too small
+
+// Shared memory
+#define RING_BYTES (WARPS * STAGES * UNIT_BYTES)
+#define PAIR (2 * D + 4)                      // floats of two heads of a piece; the 4 keep its writers off each other's banks
+#define PIECE (HEADS / 2 * PAIR)
+#define PIECES_AT RING_BYTES
+#define WEIGHTS_AT (PIECES_AT + 2 * WARPS * PIECE * 4)
+#define PLACES_AT (WEIGHTS_AT + 2 * WARPS * HEADS * 8)
+#define BARS_AT (PLACES_AT + 2 * WARPS * 16)
+#define SUMS_AT (BARS_AT + WARPS * STAGES * 8)
+#define PREFIX_AT (SUMS_AT + WARPS * 4)
+static_assert((WARPS & WARPS - 1) == 0 && WARPS <= 16, "warps");
+static_assert(PREFIX_AT + (MOST + 1) * 4 <= SHARED_BYTES && WARPS * 33 <= MOST + 1, "shared memory");
+
+__device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+__device__ __forceinline__ u32 mul_halves(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+__device__ __forceinline__ float low_half(u32 v) { return half_to_float((u16)v); }
+__device__ __forceinline__ float high_half(u32 v) { return half_to_float((u16)(v >> 16)); }
+#if BITS == 16
+#define FACTORS "bf16"
+#else
+#define FACTORS "f16"
+#endif
+__device__ __forceinline__ u32 to_factors(float low, float high) { u32 r; asm("cvt.rn." FACTORS "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." FACTORS "." FACTORS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// a / b, where it is less than 2^20.
+__device__ __forceinline__ int quotient(int a, int b) {
+  const int q = (int)((float)a * __frcp_rn((float)b));     // at most one off
+  return q - (q * b > a) + ((q + 1) * b <= a);
+}
+__device__ __forceinline__ u32 load_relaxed(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ uint4 load_relaxed(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed(uint4* p, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ float warp_max(float x, int from = 1, int to = 32) {
+#pragma unroll
+  for (int i = from; i < to; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x, int from = 1, int to = 32) {
+#pragma unroll
+  for (int i = from; i < to; i *= 2) x += __shfl_xor_sync(ALL, x, i);
+  return x;
+}
+
+// A lane's words of 8 tokens' codes, keys or values; formats/kv_int4.py has the order of pages.
+template <bool KEY> __device__ __forceinline__ void load_words(u32 (&w)[WORDS], u32 at) {
+  const int lane = threadIdx.x % 32;
+  if (CODE_BYTES == 32) {
+    const uint2 v = lds64(at + (KEY ? lane * 8 : lane / 8 * 64 + lane % 4 * 16 + lane / 4 % 2 * 8));
+    w[0] = v.x; w[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; ++i) {
+      const uint4 v = lds128(at + i * 512 + lane * 16);
+      w[4 * i] = v.x; w[4 * i + 1] = v.y; w[4 * i + 2] = v.z; w[4 * i + 3] = v.w;
+    }
+  }
+}
+
+// The channel of the output that register 0 of an even tile t belongs to; registers 0 and 2 of tiles t and t + 1 have four neighbours.
+__device__ __forceinline__ int channel_of(int t) {
+  const int g = threadIdx.x % 32 / 4;
+  if (D == 128) return 16 * g + 2 * t;
+  return BITS == 4 ? 8 * g + 2 * t : BITS == 8 ? 16 * (g % 4) + 8 * (g / 4) + 2 * t : 16 * (g % 4) + 4 * (g / 4) + 4 * t;
+}
+
+// The first of 8 channels of keys, the j-th that a lane has.
+__device__ __forceinline__ int key_channel(int j) {
+  const int c = threadIdx.x % 4;
+  return BITS == 4 ? c * (D / 4) + j * 8 : BITS == 8 ? j / 2 * 64 + c * 16 + j % 2 * 8 : j * 32 + c * 8;
+}
+
+// Of 8 query heads. `q` are right factors of head lane / 4, the rest is of heads 2 (lane % 4) + {0, 1}.
+struct Query { u32 q[D / 8]; float sum[2], factor[2], margin[2]; };   // a score times `factor` is in log2 units
+struct State { float o[D / 16][4], top[2], limit[2], offset[2], sum[2], shift[2]; };
+
+__device__ __forceinline__ u32 low_codes(u32 v) {
+#if GROUPED
+  return mul_halves(v & 0x000f000f, 0x78007800);           // 2^-24 code to 2^-9 code
+#else
+  return v & 0x000f000f;
+#endif
+}
+__device__ __forceinline__ u32 high_codes(u32 v) {
+#if GROUPED
+  return mul_halves(v & 0x00f000f0, 0x68006800);
+#else
+  return v & 0x00f000f0;
+#endif
+}
+
+// Keys of 16 tokens, words x of the first 8 and y of the others, with a query head's.
+__device__ __forceinline__ void multiply_keys(float (&s)[4], const u32 (&x)[WORDS], const u32 (&y)[WORDS], u32 first_scale, u32 second_scale, const Query& query) {
+#if GROUPED
+  const u32 sx = mul_halves(__byte_perm(first_scale, 0, 0x1010), 0x60006000), zx = __byte_perm(first_scale, 0, 0x3232);
+  const u32 sy = mul_halves(__byte_perm(second_scale, 0, 0x1010), 0x60006000), zy = __byte_perm(second_scale, 0, 0x3232);
+#endif
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+#if BITS == 16
+    if (w % 2 == 0) mma(s, x[w], y[w], x[w + 1], y[w + 1], query.q[w], query.q[w + 1]);
+#elif BITS == 8
+    mma(s, __byte_perm(x[w], 0, 0x4140), __byte_perm(y[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342), __byte_perm(y[w], 0, 0x4342), query.q[2 * w], query.q[2 * w + 1]);
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 a = x[w] >> 8 * i, b = y[w] >> 8 * i;
+#if GROUPED
+      mma(s, fma_halves(low_codes(a), sx, zx), fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(a), sx, zx), fma_halves(high_codes(b), sy, zy),
+          query.q[4 * w + 2 * i], query.q[4 * w + 2 * i + 1]);
+#else
+      mma(s, low_codes(a), low_codes(b), high_codes(a), high_codes(b), query.q[4 * w + 2 * i], query.q[4 * w + 2 * i + 1]);
+#endif
+    }
+#endif
+  }
+}
+
+// Values of 16 tokens times their probabilities.
+__device__ __forceinline__ void multiply_values(float (&o)[D / 16][4], const u32 (&x)[WORDS], const u32 (&y)[WORDS], const uint4& scales, u32 p0, u32 p1) {
+#if GROUPED
+  const u32 sx = mul_halves(scales.x, 0x60006000), zx = scales.y, sy = mul_halves(scales.z, 0x60006000), zy = scales.w;
+#endif
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+#if BITS == 16
+    if (w % 2 == 0) mma(o[w / 2], x[w], x[w + 1], y[w], y[w + 1], p0, p1);
+#elif BITS == 8
+    mma(o[w], __byte_perm(x[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342), __byte_perm(y[w], 0, 0x4140), __byte_perm(y[w], 0, 0x4342), p0, p1);
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 a = x[w] >> 8 * i, b = y[w] >> 8 * i;
+#if GROUPED
+      mma(o[2 * w + i], fma_halves(low_codes(a), sx, zx), fma_halves(high_codes(a), sx, zx), fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(b), sy, zy), p0, p1);
+#else
+      mma(o[2 * w + i], low_codes(a), high_codes(a), low_codes(b), high_codes(b), p0, p1);
+#endif
+    }
+#endif
+  }
+}
+
+// Scores of places that hold no token go; so does what could turn a probability of 0 into NaN.
+__device__ __forceinline__ void mask(float (&s)[TILES][UNIT / 16][4], u32 unit, int valid) {
+  const int lane = threadIdx.x % 32, g = lane / 4;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int t = 0; t < UNIT / 16; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (t * 16 + i / 2 * 8 + g >= valid) s[n][t][i] = __int_as_float(0xff800000);
+  __syncwarp();
+#if ROW_WISE
+  if (lane >= valid) sts32(unit + VALUE_SCALES_AT + lane % 8 * 16 + lane / 8 * 4, 0);
+#elif GROUPED
+  if (lane >= valid)
+    for (int k = 0; k < 2 * GROUPS; ++k)                   // scale and shift: a half each in their pair of tokens
+      sts16_if(unit + VALUE_SCALES_AT + lane / 16 * (GROUPS * 64) + k / 2 * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 8 + k % 2 * 4 + lane % 2 * 2, 0, true);
+#elif BITS == 16
+  for (int t = valid / 8; t < UNIT / 8; ++t) {
+    const int token = t * 8 + lane % 4 * 2;
+    const u32 keep = (token < valid ? 0xffff : 0) | (token + 1 < valid ? 0xffff0000 : 0);
+    for (int i = 0; i < WORDS; ++i) {
+      const u32 at = unit + VALUES_AT + t * 8 * CODE_BYTES + i / 4 * 512 + lane * 16 + i % 4 * 4;
+      sts32(at, lds32(at) & keep);
+    }
+  }
+#endif
+  fence_async();                                           // before the next copy into the unit
+  __syncwarp();
+}
+
+// UNIT tokens of one KV head against its query heads, by one warp.
+__device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)[TILES], State (&state)[TILES]) {
+  const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  float s[TILES][UNIT / 16][4];
+  u32 scales[4] = {};
+  if (DYNAMIC) {
+    const uint4 v = lds128(unit + KEY_SCALES_AT + g * 16 * GROUPS + c * GROUPS / 4 * 16);
+    scales[0] = v.x; scales[1] = v.y; scales[2] = v.z; scales[3] = v.w;
+  }
+#pragma unroll
+  for (int t = 0; t < UNIT / 16; ++t) {
+    u32 x[WORDS], y[WORDS];
+    load_words<true>(x, unit + 2 * t * 8 * CODE_BYTES);
+    load_words<true>(y, unit + (2 * t + 1) * 8 * CODE_BYTES);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      float (&mine)[4] = s[n][t];
+      mine[0] = mine[1] = mine[2] = mine[3] = 0.f;
+      multiply_keys(mine, x, y, scales[2 * t], scales[2 * t + 1], query[n]);
+      if (ROW_WISE) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mine[i] = mine[i] * low_half(scales[2 * t + i / 2]) + high_half(scales[2 * t + i / 2]) * query[n].sum[i % 2];
+      }
+    }
+  }
+  if (valid < UNIT) mask(s, unit, valid);
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    State& st = state[n];
+    float top[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      top[k] = fmaxf(s[n][0][k], s[n][0][k + 2]);
+#pragma unroll
+      for (int t = 1; t < UNIT / 16; ++t) top[k] = fmaxf(top[k], fmaxf(s[n][t][k], s[n][t][k + 2]));
+    }
+    if (!__any_sync(ALL, top[0] > st.limit[0] || top[1] > st.limit[1])) continue;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float higher = fmaxf(warp_max(top[k], 4), st.top[k]), shrink = exp2_of((st.top[k] - higher) * query[n].factor[k]);
+#pragma unroll
+      for (int t = 0; t < D / 16; ++t) { st.o[t][k] *= shrink; st.o[t][k + 2] *= shrink; }
+      st.sum[k] *= shrink; st.shift[k] *= shrink;
+      st.top[k] = higher; st.limit[k] = higher + query[n].margin[k]; st.offset[k] = LIFT - higher * query[n].factor[k];
+    }
+  }
+  if (ROW_WISE) {
+    const uint4 v = lds128(unit + VALUE_SCALES_AT + g * 16);
+    scales[0] = v.x; scales[1] = v.y; scales[2] = v.z; scales[3] = v.w;
+  }
+#pragma unroll
+  for (int t = 0; t < UNIT / 16; ++t) {
+    u32 x[WORDS], y[WORDS];
+    load_words<false>(x, unit + VALUES_AT + 2 * t * 8 * CODE_BYTES);
+    load_words<false>(y, unit + VALUES_AT + (2 * t + 1) * 8 * CODE_BYTES);
+    uint4 of_groups = {};
+    if (GROUPED) of_groups = lds128(unit + VALUE_SCALES_AT + t * GROUPS * 64 + g * GROUPS / 8 * 64 + c * 16);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      State& st = state[n];
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[i] = exp2_of(s[n][t][i] * query[n].factor[i % 2] + st.offset[i % 2]);
+        st.sum[i % 2] += p[i];
+        if (ROW_WISE) {
+          st.shift[i % 2] += p[i] * high_half(scales[2 * t + i / 2]);
+          p[i] *= low_half(scales[2 * t + i / 2]);
+        }
+      }
+      multiply_values(st.o, x, y, of_groups, transpose(to_factors(p[0], p[1])), transpose(to_factors(p[2], p[3])));
+    }
+  }
+}
+
+__device__ __forceinline__ void hadamard(float (&v)[D / 4]) {
+  const int c = threadIdx.x % 4;
+#pragma unroll
+  for (int step = 1; step < D / 4; step *= 2)
+#pragma unroll
+    for (int k = 0; k < D / 4; ++k)
+      if ((k & step) == 0) {
+        const float a = v[k], b = v[k + step];
+        v[k] = a + b;
+        v[k + step] = a - b;
+      }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int k = 0; k < D / 4; ++k) {
+      const float other = __shfl_xor_sync(ALL, v[k], step);
+      v[k] = c & step ? other - v[k] : v[k] + other;
+    }
+#pragma unroll
+  for (int k = 0; k < D / 4; ++k) v[k] *= D == 64 ? 0.125f : 0.08838834764831845f;
+}
+
+// From a lane's channels of head lane / 4, two in each of `raw`, as memory has them: times the keys' calibrated scale, rotated, times their fixed scale.
+__device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* channels, const u16* fixed, float scale) {
+  Query query;
+  float v[D / 4];
+#pragma unroll
+  for (int k = 0; k < D / 4; ++k) v[k] = to_float((u16)(raw[k / 2] >> 16 * (k % 2)));
+  if (channels) {
+#pragma unroll
+    for (int k = 0; k < D / 4; k += 4) {
+      const float4 by = *(const float4*)(channels + key_channel(k / 8) + k % 8);
+      v[k] *= by.x; v[k + 1] *= by.y; v[k + 2] *= by.z; v[k + 3] *= by.w;
+    }
+  }
+  if (ROTATE) hadamard(v);
+  if (STATIC) {
+#pragma unroll
+    for (int k = 0; k < D / 4; ++k) v[k] *= half_to_float(fixed[2 * (key_channel(k / 8) * GROUPS / D)]);
+  }
+#if BITS == 16
+#pragma unroll
+  for (int k = 0; k < D / 8; ++k) query.q[k] = to_factors(v[2 * k], v[2 * k + 1]);
+  query.sum[0] = query.sum[1] = 0.f;
+  query.factor[0] = query.factor[1] = scale * LOG2E;
+#else
+  float most = 0.f, sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < D / 4; ++k) { most = fmaxf(most, fabsf(v[k])); sum += v[k]; }
+  most = warp_max(most, 1, 4);
+  sum = warp_sum(sum, 1, 4);
+  const int e = min(max((int)(__float_as_uint(most) >> 23) - 126, -100), 100);       // |q| < 2^e
+  const float even = power_of_two(EVEN - e), odd = power_of_two(ODD - e);
+#pragma unroll
+  for (int k = 0; k < D / 8; ++k) {
+    if (BITS == 8) {
+      query.q[k] = to_factors(v[2 * k] * even, v[2 * k + 1] * even);
+    } else {                                               // a word of 8 codes gives channels (0, 4), (1, 5), (2, 6), (3, 7)
+      const int first = k / 4 * 8 + k % 4;
+      const float by = k % 2 ? odd : even;
+      query.q[k] = to_factors(v[first] * by, v[first + 4] * by);
+    }
+  }
+  sum *= power_of_two(-SCORE - e);
+  const float factor = scale * LOG2E * power_of_two(SCORE + e);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int lane = 4 * (threadIdx.x % 4 * 2 + k);
+    query.sum[k] = __shfl_sync(ALL, sum, lane);
+    query.factor[k] = __shfl_sync(ALL, factor, lane);
+  }
+#endif
+  query.margin[0] = MARGIN / query.factor[0]; query.margin[1] = MARGIN / query.factor[1];
+  return query;
+}
+
+struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
+
+struct Channels {                             // of a head: a lane has two neighbours of each 64
+  float2 of[HALVES];
+  __device__ void scale(float by) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) { of[h].x *= by; of[h].y *= by; }
+  }
+};
+
+struct Wide { int sequence, head, heads, turn, from, count; };   // a segment of several blocks: their first one and number; turn: a warp's first head
+
+// What is written of a segment.
+struct Output {
+  const u16* query; void* out; float* lse;
+  const float *key_channels, *value_channels; const u16 *key_fixed, *value_fixed; const float* out_scale;
+  int kv_heads, group, passes; float scale;
+
+  __device__ int kv_head(int head) const { return passes == 1 ? head : head / passes; }
+  __device__ int first_of(int head) const { return passes == 1 ? 0 : head % passes * HEADS; }
+  __device__ int heads_of(int head) const { return min(HEADS, group - first_of(head)); }
+  // The number of a query head among all of all sequences.
+  __device__ u64 row(int sequence, int head, int i) const { return (u64)sequence * kv_heads * group + kv_head(head) * group + first_of(head) + i; }
+
+  // Head i, and the log2 of the sum of its weights.
+  __device__ void write(int sequence, int head, int i, Channels v, float weight) const {
+    const int lane = threadIdx.x % 32, kv = kv_head(head);
+    const u64 to = row(sequence, head, i);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const int at = h * 64 + 2 * lane;
+      float x = v.of[h].x, y = v.of[h].y;
+      if (STATIC) {
+        const u16* of = value_fixed + 2 * (kv * GROUPS + at * GROUPS / D);
+        const float s = half_to_float(of[0]), z = half_to_float(of[1]);
+        x = x * s + z; y = y * s + z;
+      }
+      if (value_channels) {
+        const float2 mean = *(const float2*)(value_channels + kv * D + at), by = *(const float2*)(value_channels + (kv_heads + kv) * D + at);
+        x = x * by.x + mean.x; y = y * by.y + mean.y;
+      }
+#if OUT8
+      const float s = *out_scale;
+      const float cx = rintf(fminf(fmaxf(__fdiv_rn(x, s), -128.f), 127.f)), cy = rintf(fminf(fmaxf(__fdiv_rn(y, s), -128.f), 127.f));
+      const u32 low = x == x ? (int)cx & 255 : 0, high = y == y ? (int)cy & 255 : 0;
+      ((u16*)out)[(to * D + at) / 2] = low | high << 8;
+#else
+      ((u32*)out)[(to * D + at) / 2] = to_values(x, y);
+#endif
+    }
+#if LSE
+    float shift = 0.f;                                     // of all scores: by the keys' mean and fixed shift
+    for (int d = lane; d < D; d += 32) {
+      float of = key_channels ? key_channels[kv * D + d] : 0.f;
+      if (STATIC) of += half_to_float(key_fixed[2 * (kv * GROUPS + d * GROUPS / D) + 1]) * (key_channels ? key_channels[(kv_heads + kv) * D + d] : 1.f);
+      shift += to_float(query[to * D + d]) * of;
+    }
+    shift = warp_sum(shift) * scale;
+    if (lane == 0) lse[to] = weight * 0.6931471805599453f + shift;
+#endif
+  }
+
+  __device__ void write_nothing(int sequence) const {
+    const int rows = kv_heads * group;
+    u16* to = (u16*)out + (u64)sequence * rows * (OUT8 ? D / 2 : D);
+    for (int i = threadIdx.x; i < rows * (OUT8 ? D / 2 : D); i += WARPS * 32) to[i] = 0;
+    if (LSE)
+      for (int i = threadIdx.x; i < rows; i += WARPS * 32) lse[(u64)sequence * rows + i] = __int_as_float(0xff800000);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, uint4* parts, const float* key_channels,
+                 const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group, int passes,
+                 int table_stride, int table_pages, int num_pages, float scale, u32 ticket) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const u32 shared = shared_address(memory), ring = shared + warp * STAGES * UNIT_BYTES, bars = shared + BARS_AT + warp * STAGES * 8;
+  float* const pieces = (float*)(memory + PIECES_AT);
+  float2* const weights = (float2*)(memory + WEIGHTS_AT);  // [piece][head]: maximum (log2), sum of probabilities
+  int4* const places = (int4*)(memory + PLACES_AT);        // of each piece: sequence, head, first and last unit of the segment
+  const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, passes, scale};
+  const int heads = kv_heads * passes;
+  launch_dependents();
+  if (lane == 0) {
+    for (int i = 0; i < STAGES; ++i) bar_init(bars + i * 8, 1);
+    fence_bar_init();
+    fence_async();
+  }
+  if (lane < 2) places[2 * warp + lane] = make_int4(-1, -1, -1, -1);
+  wait_for_grid();
+
+  // Units of all sequences before each. Few sequences are added up by each warp for itself: no barrier stands before the first copies.
+  const auto length_of = [&](int b) -> int { return min(max(lens[b], 0), table_pages * 64); };
+  const auto units_of = [&](int b) -> int { return (length_of(b) + UNIT - 1) / UNIT; };
+  const auto scan = [&](int v) -> int {
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int before = __shfl_up_sync(ALL, v, i);
+      if (lane >= i) v += before;
+    }
+    return v;
+  };
+  int* prefix = (int*)(memory + PREFIX_AT);
+  if (batch <= 32) {
+    prefix += warp * 33;
+    const int v = scan(lane < batch ? units_of(lane) : 0);
+    if (lane < batch) prefix[lane + 1] = v;
+    if (lane == 0) prefix[0] = 0;
+    __syncwarp();
+  } else {
+    int* const sums = (int*)(memory + SUMS_AT);
+    const int each = (batch + WARPS * 32 - 1) / (WARPS * 32), from = min((int)threadIdx.x * each, batch), to = min(from + each, batch);
+    int sum = 0;
+    for (int b = from; b < to; ++b) sum += units_of(b);
+    const int v = scan(sum);
+    if (lane == 31) sums[warp] = v;
+    __syncthreads();
+    int before = v - sum;
+    for (int i = 0; i < warp; ++i) before += sums[i];
+    for (int b = from; b < to; ++b) { prefix[b] = before; before += units_of(b); }
+    if (to == batch && from < batch) prefix[batch] = before;
+    __syncthreads();
+  }
+  for (int b = blockIdx.x; b < batch; b += BLOCKS)
+    if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
+
+  const int total = prefix[batch] * heads, share = (total + BLOCKS * WARPS - 1) / (BLOCKS * WARPS), of_block = share * WARPS;
+  const int block_first = blockIdx.x * of_block, block_end = min(block_first + of_block, total);
+  if (block_first >= total) return;
+  const int first = min(block_first + share * warp, total), end = min(first + share, total), count = end - first;
+
+  const auto find = [&](int u) -> Place {
+    int low = 0, high = batch;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (prefix[middle] * heads <= u) low = middle; else high = middle;
+    }
+    const int units = prefix[low + 1] - prefix[low], in = u - prefix[low] * heads;
+    const int head = quotient(in, units);
+    return {low, head, in - head * units, units};
+  };
+  // Where a unit stands: UNIT tokens of a head of a page.
+  const auto where = [&](const Place& p) -> u32 {
+    const int page = min((u32)table[(u64)p.sequence * table_stride + p.unit / UNITS_OF_PAGE], (u32)num_pages - 1);
+    return (u32)(page * kv_heads + output.kv_head(p.head)) * UNITS_OF_PAGE + p.unit % UNITS_OF_PAGE;
+  };
+  const auto copy = [&](int slot, u32 unit) {
+    if (lane) return;
+    const u32 to = ring + slot * UNIT_BYTES, bar = bars + slot * 8;
+    expect(bar, UNIT_BYTES);
+    if (UNIT == 32) {
+      bulk_copy(to, pages + (u64)unit * UNIT_BYTES, UNIT_BYTES, bar, false);
+    } else {                                               // half of 32 tokens, whose values stand behind all keys
+      const unsigned char* from = pages + (u64)(unit / 2) * (2 * UNIT_BYTES) + unit % 2 * VALUES_AT;
+      bulk_copy(to, from, VALUES_AT, bar, false);
+      bulk_copy(to + VALUES_AT, from + 2 * VALUES_AT, VALUES_AT, bar, false);
+    }
+  };
+  u32 raw[TILES][D / 8];
+  const auto load_query = [&](const Place& p) {
+    const int mine = output.heads_of(p.head);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int j = 0; j < D / 32; ++j) {
+        uint4 v = {};
+        if (n * 8 + g < mine) v = __ldg((const uint4*)(query + output.row(p.sequence, p.head, n * 8 + g) * D + key_channel(j)));
+        raw[n][4 * j] = v.x; raw[n][4 * j + 1] = v.y; raw[n][4 * j + 2] = v.z; raw[n][4 * j + 3] = v.w;
+      }
+  };
+
+  const auto where_is = [&](int u) -> u32 { return where(find(min(u, total - 1))); };
+  Place at = find(min(first + lane, total - 1));
+  u32 next = where(at);
+  at = {__shfl_sync(ALL, at.sequence, 0), __shfl_sync(ALL, at.head, 0), __shfl_sync(ALL, at.unit, 0), __shfl_sync(ALL, at.units, 0)};
+  load_query(at);                                          // behind the pages it would wait for them
+  int length = length_of(at.sequence);
+  for (int j = 0; j < STAGES; ++j)
+    if (j < count) copy(j, __shfl_sync(ALL, next, j));
+  u32 later = count > 32 ? where_is(first + 32 + lane) : 0;
+  Position ready;
+  for (int j = 0; j < count;) {
+    const int n = min(at.units - at.unit, count - j), kv = output.kv_head(at.head);
+    Query q[TILES];
+    State state[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      q[t] = prepare(raw[t], key_channels ? key_channels + (kv_heads + kv) * D : nullptr, key_fixed + 2 * kv * GROUPS, scale);
+      State& st = state[t];
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) st.o[i][0] = st.o[i][1] = st.o[i][2] = st.o[i][3] = 0.f;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) { st.top[k] = st.limit[k] = __int_as_float(0xff800000); st.offset[k] = st.sum[k] = st.shift[k] = 0.f; }
+    }
+    Place following = {at.sequence, at.head + 1, 0, at.units};
+    int following_length = length;
+    if (j + n < count) {
+      if (following.head == heads) {
+        following.head = 0;
+        do { ++following.sequence; following.units = prefix[following.sequence + 1] - prefix[following.sequence]; } while (following.units == 0);
+        following_length = length_of(following.sequence);
+      }
+      load_query(following);
+    }
+    for (int i = 0; i < n; ++i, ++j) {
+      wait(bars + ready.slot * 8, ready.phase);
+      attend(ring + ready.slot * UNIT_BYTES, min(length - (at.unit + i) * UNIT, UNIT), q, state);
+      __syncwarp();
+      const int ahead = j + STAGES;
+      if (ahead < count) {
+        if (ahead % 32 == 0) { next = later; later = where_is(first + ahead + 32 + lane); }
+        copy(ready.slot, __shfl_sync(ALL, next, ahead % 32));
+      }
+      ready.next(STAGES);
+    }
+
+    // The piece, to shared memory: a warp keeps at most two, its first one and its last one.
+    const bool whole = at.unit == 0 && n == at.units;
+    const int number = 2 * warp + (whole || j == count);
+    const int mine = output.heads_of(at.head);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const State& st = state[t];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float sum = warp_sum(st.sum[k], 4), shift = warp_sum(st.shift[k], 4);
+        const int head = t * 8 + 2 * c + k;
+        float* to = pieces + number * PIECE + head / 2 * PAIR + k * D;
+#pragma unroll
+        for (int i = 0; i < D / 16; i += 2)
+          *(float4*)(to + channel_of(i)) = make_float4(st.o[i][k] * LOW_STEP + shift, st.o[i][k + 2] * HIGH_STEP + shift,
+                                                       st.o[i + 1][k] * LOW_STEP + shift, st.o[i + 1][k + 2] * HIGH_STEP + shift);
+        if (g == 0) weights[number * HEADS + head] = make_float2(-st.offset[k], sum);
+      }
+    }
+    if (whole) {
+      __syncwarp();
+      for (int i = 0; i < mine; ++i) {
+        const float2 w = weights[number * HEADS + i];
+        Channels v;
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) v.of[h] = *(float2*)(pieces + number * PIECE + i / 2 * PAIR + i % 2 * D + h * 64 + 2 * lane);
+        v.scale(1.f / w.y);
+        output.write(at.sequence, at.head, i, v, w.x + log2_of(w.y));
+      }
+      __syncwarp();
+    } else if (lane == 0) {
+      const int start = first + j - n - at.unit;
+      places[number] = make_int4(at.sequence, at.head, start, start + at.units);
+    }
+    at = following;
+    length = following_length;
+  }
+  __syncthreads();
+
+  // Pieces of the block: a warp takes a head of a segment, the next warp the next one. Of segments that go beyond the block it leaves what it has.
+  Wide one, other;                                              // such segments, two at most
+  int wides = 0;
+  const int piece = lane % (2 * WARPS), start_of = places[piece].z;
+  u32 left = __ballot_sync(ALL, start_of >= 0) & ((1ull << 2 * WARPS) - 1);
+  for (int turn = warp; left;) {
+    const int4 segment = places[__ffs(left) - 1];          // sequence, head, first and last unit
+    const u32 members = __ballot_sync(ALL, start_of == segment.z) & left;
+    left &= ~members;
+    const bool is_member = start_of == segment.z, inside = segment.z >= block_first && segment.w <= block_end;
+    const int of_segment = output.heads_of(segment.y);
+    if (!inside) {
+      const int from = quotient(segment.z, of_block);
+      const Wide found = {segment.x, segment.y, of_segment, turn, from, quotient(segment.w - 1, of_block) - from + 1};
+      if (wides == 0) one = found; else other = found;
+      ++wides;
+    }
+    for (; turn < of_segment; turn += WARPS) {
+      const float2 w = is_member ? weights[piece * HEADS + turn] : make_float2(__int_as_float(0xff800000), 0.f);
+      const float most = warp_max(w.x, 1, 2 * WARPS), by = exp2_of(w.x - most), sum = warp_sum(by * w.y, 1, 2 * WARPS);
+      const float* const from = pieces + turn / 2 * PAIR + turn % 2 * D + 2 * lane;
+      Channels v = {};
+      for (u32 rest = members; rest;) {
+        float2 of[4][HALVES]; float f[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int number = rest ? __ffs(rest) - 1 : 0;
+          f[k] = rest ? __shfl_sync(ALL, by, number) : 0.f;
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) of[k][h] = rest ? *(const float2*)(from + number * PIECE + h * 64) : make_float2(0.f, 0.f);
+          rest &= rest - 1;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) { v.of[h].x += f[k] * of[k][h].x; v.of[h].y += f[k] * of[k][h].y; }
+      }
+      v.scale(1.f / sum);
+      const float weight = most + log2_of(sum);
+      if (inside) {
+        output.write(segment.x, segment.y, turn, v, weight);
+      } else {
+        uint4* const to = parts + (((segment.z >= block_first ? BLOCKS : 0) + blockIdx.x) * STEP + turn * (HALVES * 32) + lane);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) store_relaxed(to + h * 32, __float_as_uint(v.of[h].x), __float_as_uint(v.of[h].y), __float_as_uint(weight), ticket);
+      }
+    }
+    turn -= of_segment;
+  }
+  if (wides == 0) return;
+  __syncwarp();
+  asm volatile("fence.sc.gpu;" ::: "memory");
+
+  // Are all parts of those heads there? To ask, a lane looks at the first tickets of a block; only who finds them loads parts, and looks again at every one.
+  const auto parts_of = [&](const Wide& w, int head) -> uint4* { return parts + (w.from * STEP + head * (HALVES * 32)); };
+  const auto arrived = [&](const Wide& w, int head, int block) -> bool {
+    return block >= w.count || load_relaxed((const u32*)(parts_of(w, head) + (block + (block ? 0 : BLOCKS)) * STEP) + 3) == ticket;
+  };
+  bool first_arrived[2];                                   // of both segments at once
+  first_arrived[0] = one.turn >= one.heads || arrived(one, one.turn, lane);
+  first_arrived[1] = wides < 2 || other.turn >= other.heads || arrived(other, other.turn, lane);
+  for (int which = 0; which < wides; ++which) {
+    const Wide w = which ? other : one;
+    for (int head = w.turn; head < w.heads; head += WARPS) {
+      bool complete = head > w.turn ? arrived(w, head, lane) : which ? first_arrived[1] : first_arrived[0];
+      for (int b = 32; b < w.count; b += 32) complete &= arrived(w, head, b + lane);
+      if (!__all_sync(ALL, complete)) continue;
+      uint4* const at = parts_of(w, head) + lane;
+      float best = __int_as_float(0xff800000), all = 0.f;
+      Channels sums = {};
+      for (int done = 0; done < w.count; done += BATCH) {
+        uint4 v[BATCH][HALVES];
+        float higher = best;
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) {
+            v[k][h] = make_uint4(0, 0, 0xff800000, ticket);
+            if (done + k < w.count) v[k][h] = load_relaxed(at + (done + k + (k == 0 && done == 0 ? BLOCKS : 0)) * STEP + h * 32);
+          }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) complete &= v[k][h].w == ticket;
+          higher = fmaxf(higher, __uint_as_float(v[k][0].z));
+        }
+        const float shrink = exp2_of(best - higher);
+        best = higher; all *= shrink; sums.scale(shrink);
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+          const float f = exp2_of(__uint_as_float(v[k][0].z) - best);
+          all += f;
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) { sums.of[h].x += f * __uint_as_float(v[k][h].x); sums.of[h].y += f * __uint_as_float(v[k][h].y); }
+        }
+      }
+      if (!__all_sync(ALL, complete)) continue;            // another block has finished it, and wipes
+      sums.scale(1.f / all);
+      output.write(w.sequence, w.head, head, sums, best + log2_of(all));
+      for (int b = 0; b < w.count; ++b)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) store_relaxed((u32*)(at + (b + (b ? 0 : BLOCKS)) * STEP + h * 32) + 3, 0);
+    }
+  }
+}

@@ -1,0 +1,211 @@
+"""What stands between the projections of attention and attention: biases, norms of queries and keys, RoPE and the append to the paged cache, one op.
+
+    query, key, value -> + bias -> RMS norm over a head -> RoPE -> the query
+                                   (queries and keys)          key and value into their pages, as kv_append stores them
+
+Bits are those of transformers' modules one after the other: the sum, the normalized number and its product with the weight, the two products of RoPE and
+their sum are each rounded to the inputs' dtype. Two things have an order of our own, so that a kernel can give the same bits: the norm's squares are added
+by `fold` of formats/kv_int4.py, and the inverse root is 1 / sqrt(x), both rounded correctly.
+
+RoPE turns the first `rotary` of D channels, rotary / 2 being the columns of cos and sin: channel i with i + rotary / 2 (Llama), or `interleaved` with its
+neighbour (GPT-J). With cos and sin in float32 beside 16-bit inputs it is computed in float32 and rounded once.
+
+With `fold` the query comes back as the stored keys want it, times the keys' scale and rotated as they are, and attention needs neither key_channels nor
+rotate: the query as above, then in float32, rounded once more. 16-bit keys are stored as they are: nothing is folded.
+
+On cards from sm_80 on rope_append.cu does it in one launch, to the reference's bits where they are finite; the rest runs by the reference.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import kv_int4
+from tilepress.formats.kv_int4 import KVFormat, hadamard
+from tilepress.kernels import jit, library
+from tilepress.kernels.kv_cache import KINDS, QUANTIZATION, THREADS, Quantization, address, blocks, in_rows, row_macros
+
+library.define(
+    "rope_append(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, Tensor? query_bias, Tensor? key_bias, Tensor? value_bias, "
+    "Tensor? query_norm, Tensor? key_norm, float eps, Tensor cos, Tensor sin, bool interleaved, bool fold, Tensor slots, "
+    f"{QUANTIZATION}) -> Tensor"
+)
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    mean = kv_int4.fold(wide * wide) * (1 / x.shape[-1])
+    root = torch.sqrt((mean + eps).double()).float()  # float32's own is not rounded correctly everywhere (MKL)
+    return weight * (wide * (1 / root)).to(x.dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [tokens, heads, D] after RoPE."""
+    half = cos.shape[-1]
+    turning, rest = x[..., : 2 * half].to(cos.dtype), x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        partner = torch.stack([-turning[..., 1::2], turning[..., 0::2]], -1).flatten(-2)
+    else:
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        partner = torch.cat([-turning[..., half:], turning[..., :half]], -1)
+    return torch.cat([(turning * cos + partner * sin).to(x.dtype), rest], -1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The op's arguments between the pages and the cache's own, in their order."""
+
+    query: Tensor  # [tokens, query heads, D], float32, bfloat16 or float16, as all of them
+    key: Tensor  # [tokens, KV heads, D]
+    value: Tensor  # [tokens, KV heads, D]
+    query_bias: Tensor | None  # [query heads * D]
+    key_bias: Tensor | None  # [KV heads * D]
+    value_bias: Tensor | None  # [KV heads * D]
+    query_norm: Tensor | None  # [D]
+    key_norm: Tensor | None  # [D]
+    eps: float
+    cos: Tensor  # [tokens, rotary / 2], also float32
+    sin: Tensor  # [tokens, rotary / 2]
+    interleaved: bool
+    fold: bool
+    slots: Tensor  # int64 [tokens]
+
+    @property
+    def weights(self) -> tuple[Tensor | None, ...]:
+        return self.query_bias, self.key_bias, self.value_bias, self.query_norm, self.key_norm
+
+    def check(self, pages: Tensor, how: Quantization) -> KVFormat:
+        """The format of rows. Raises ValueError for what does not fit together."""
+        query, key, cos, sin = self.query, self.key, self.cos, self.sin
+        if not query.dim() == key.dim() == self.value.dim() == 3:
+            raise ValueError(
+                f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(self.value.shape)}: [tokens, heads, D]"
+            )
+        form = how.check(pages, key, self.value, self.slots)
+        tokens, heads, dim = query.shape
+        if (tokens, dim) != (len(key), key.shape[2]):
+            raise ValueError(f"queries {list(query.shape)} do not go with keys {list(key.shape)}")
+        if heads == 0 or heads % key.shape[1]:
+            raise ValueError(f"{heads} query heads are no multiple of {key.shape[1]} KV heads")
+        if cos.shape != sin.shape or cos.dim() != 2 or len(cos) != tokens or 2 * cos.shape[1] > dim:
+            raise ValueError(
+                f"cos {list(cos.shape)} and sin {list(sin.shape)} are not [{tokens}, up to {dim // 2}] for {tokens} tokens of {dim} channels"
+            )
+        sizes = heads * dim, key.shape[1] * dim, key.shape[1] * dim, dim, dim
+        names = "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"
+        wrong = [
+            f"{name} {list(weight.shape)}, not [{size}]"
+            for name, weight, size in zip(names, self.weights, sizes, strict=True)
+            if weight is not None and weight.shape != (size,)
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        given = [x for x in (query, key, self.value, *self.weights) if x is not None]
+        if key.dtype not in KINDS or len({x.dtype for x in given}) > 1:
+            dtypes = ", ".join(sorted({str(x.dtype) for x in given}))
+            raise ValueError(f"inputs, biases and norms are of {dtypes}: give all float32, bfloat16 or float16")
+        if cos.dtype != sin.dtype or cos.dtype not in (key.dtype, torch.float32):
+            raise ValueError(f"cos of {cos.dtype} and sin of {sin.dtype}, not of {key.dtype} or torch.float32")
+        if any(x.device != pages.device for x in (*given, cos, sin)):
+            raise ValueError("the arguments are on several devices")
+        return form
+
+    def reference(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
+        rows = []
+        for x, bias, norm, turns in (
+            (self.query, self.query_bias, self.query_norm, True),
+            (self.key, self.key_bias, self.key_norm, True),
+            (self.value, self.value_bias, None, False),
+        ):
+            x = x if bias is None else x + bias.view(-1, form.head_dim)
+            x = x if norm is None else _normalized(x, norm, self.eps)
+            rows.append(_turned(x, self.cos, self.sin, self.interleaved) if turns else x)
+        query, key, value = rows
+        how.store(pages, key, value, self.slots, form)
+        return (_folded(query, how) if self.fold and form.bits < 16 else query).contiguous()
+
+    def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
+        query, key, value, cos, sin = map(in_rows, (self.query, self.key, self.value, self.cos, self.sin))
+        (tokens, heads, _), kv_heads, slots = query.shape, key.shape[1], self.slots.contiguous()
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if tokens == 0:
+            return out
+        wide = cos.dtype != key.dtype
+        kernel = _kernel(form, key.dtype, heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide)
+        kernel(
+            pages.device,
+            blocks(tokens * (heads + 2 * kv_heads)),
+            *how.launch_arguments(pages, slots, form),
+            out.data_ptr(),
+            *(x.data_ptr() for x in (query, key, value)),
+            *(x.stride(i) for x in (query, key, value) for i in (0, 1)),
+            *map(address, self.weights),
+            jit.float_bits(self.eps),
+            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)),
+            int(self.fold),
+        )
+        return out
+
+
+def _folded(query: Tensor, how: Quantization) -> Tensor:
+    wide = query.float()
+    if how.key_channels is not None:
+        scale = how.key_channels[1]
+        wide = (wide.unflatten(1, (len(scale), -1)) * scale[:, None]).flatten(1, 2)
+    return (hadamard(wide) if how.rotate else wide).to(query.dtype)
+
+
+_BETWEEN = len(_Rows.__dataclass_fields__)
+
+
+def _taken(pages: Tensor, arguments: tuple) -> tuple[_Rows, Quantization, KVFormat]:
+    rows, how = _Rows(*arguments[:_BETWEEN]), Quantization(*arguments[_BETWEEN:])
+    return rows, how, rows.check(pages, how)
+
+
+def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
+    """Stores keys and values in pages uint8 [num_pages, KV heads, page_bytes] (formats/kv_int4.py) as kv_append does, and returns the queries
+    [tokens, query heads, D] of the inputs' dtype, also of tokens whose slot is -1. The rest are those of `_Rows` and `Quantization`. Raises ValueError
+    for what does not fit together, IndexError for slots beyond the pages."""
+    rows, how, form = _taken(pages, arguments)
+    return rows.reference(pages, how, form)
+
+
+def source(
+    form: KVFormat, dtype: torch.dtype, heads: int, kv_heads: int, rotary: int, interleaved: bool, wide: bool
+) -> str:
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": rotary, "INTERLEAVED": int(interleaved), "WIDE": int(wide)}
+    return jit.source("rope_append.cu", **row_macros(form, dtype), **shape)
+
+
+@functools.cache
+def _kernel(form: KVFormat, *shape) -> jit.Kernel:
+    return jit.Kernel("rope_append", source(form, *shape), THREADS, overlaps=True)
+
+
+def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
+    """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
+    rows, how, form = _taken(pages, arguments)
+    fits = how.suits_kernels(pages, rows.key, rows.value, rows.slots)
+    if not fits or any(x is not None and not x.is_contiguous() for x in rows.weights):
+        return rows.reference(pages, how, form)
+    return rows.launch(pages, how, form)
+
+
+library.impl("rope_append", rope_append_ref, "CPU")
+library.impl("rope_append", _rope_append_cuda, "CUDA")
+
+
+@torch.library.register_fake("tilepress::rope_append")
+def _(pages, query, *_):
+    return query.new_empty(query.shape)
+
+
+def path(device: torch.device) -> str:
+    """Which implementation serves a device: what results report."""
+    why = jit.why_not(device)
+    return "rope_append kernel on cuda" if why is None else f"rope_append reference on {device.type}{why}"
