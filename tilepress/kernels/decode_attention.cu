@@ -13,11 +13,9 @@
 // the tensor core as they lie in the page: a code of 4 or 8 bits in a half is a denormal of float16, exact; powers of two are undone in the query and at
 // the end. Scales of a row multiply scores and probabilities (row-wise), or codes (groups). Fixed scales are folded into query and output.
 //
-// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes beyond the block, it leaves the head in global
-// memory, 16 bytes a lane: two channels, the logarithm of their weight, and the launch's ticket. Then it looks at what the segment's other blocks have left.
-// Whoever finds every ticket finishes the segment, in the order of blocks. Nobody waits: a fence.sc stands between leaving and looking, so of two blocks the
-// one whose fence is later in the order of all fences sees the other's part, and the latest of all sees all. If two find all, both write the same. The
-// tickets are wiped by who finishes: a graph launches with the same one again.
+// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes beyond the block, it leaves the head in global memory and
+// counts: who comes last puts together what all blocks have left, in their order, so that results do not depend on timing. Nobody waits for another block.
+// Counts are zero before and after a launch.
 //
 // Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16: of query and output; OUT8: the output is
 // int8; LSE; ROTATE 0 | 1; WARPS 4 | 8 | 16; STAGES of a ring; UNIT 32, or 16 of 16 bits; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
@@ -36,12 +34,12 @@
 #define VALUE_SCALES_AT (KEY_SCALES_AT + UNIT * 4 * GROUPS)
 #define WORDS (CODE_BYTES / 16)               // of a lane, of 8 tokens
 #define HEADS (8 * TILES)
-#define HALVES (D / 64)
+#define CHANNELS (D / 32)                     // of a head that a lane has in the end, neighbours
 #define LOG2E 1.4426950408889634f
 #define MARGIN 4.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
 #define LIFT 2.f
-#define STEP (HEADS * HALVES * 32)            // 16-byte words that a block leaves of a segment, at most; first come those that began earlier, of all blocks
 #define BATCH 16                              // parts of blocks that are loaded at once
+#define JOBS (HEADS < WARPS ? 1 : HEADS / WARPS)   // heads of a segment that a warp puts together
 
 // Codes in halves are CODE times a float16 denormal's step of 2^-24, those in the upper nibble 16 times as much. The query carries up to 2^14 / 2^10.
 #if BITS == 4 && !GROUPED
@@ -97,16 +95,13 @@ __device__ __forceinline__ int quotient(int a, int b) {
   const int q = (int)((float)a * __frcp_rn((float)b));     // at most one off
   return q - (q * b > a) + ((q + 1) * b <= a);
 }
-__device__ __forceinline__ u32 load_relaxed(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-__device__ __forceinline__ uint4 load_relaxed(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+// What `at` was; it counts to `last` and then from 0 again.
+__device__ __forceinline__ u32 count_to(u32* at, u32 last) {
+  u32 v;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "r"(last) : "memory");
   return v;
 }
-__device__ __forceinline__ void store_relaxed(uint4* p, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ float warp_max(float x, int from = 1, int to = 32) {
 #pragma unroll
   for (int i = from; i < to; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
@@ -401,13 +396,27 @@ __device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* c
 
 struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
 
-struct Channels {                             // of a head: a lane has two neighbours of each 64
-  float2 of[HALVES];
+struct __align__(4 * CHANNELS) Channels {     // of a head
+  float of[CHANNELS];
+
   __device__ void scale(float by) {
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) { of[h].x *= by; of[h].y *= by; }
+    for (int k = 0; k < CHANNELS; ++k) of[k] *= by;
+  }
+  __device__ void add(float by, const Channels& other) {
+#pragma unroll
+    for (int k = 0; k < CHANNELS; ++k) of[k] += by * other.of[k];
   }
 };
+
+// What a block leaves of a segment: heads' channels relative to the sum of their weights, and that sum's log2.
+struct Part { Channels v[HEADS][32]; float weight[HEADS]; };
+
+__device__ __forceinline__ Channels load_part(const Channels* p) {
+  Channels v;
+  if (CHANNELS == 4) *(float4*)v.of = __ldcg((const float4*)p); else *(float2*)v.of = __ldcg((const float2*)p);
+  return v;
+}
 
 struct Wide { int sequence, head, heads, turn, from, count; };   // a segment of several blocks: their first one and number; turn: a warp's first head
 
@@ -423,32 +432,38 @@ struct Output {
   // The number of a query head among all of all sequences.
   __device__ u64 row(int sequence, int head, int i) const { return (u64)sequence * kv_heads * group + kv_head(head) * group + first_of(head) + i; }
 
+  __device__ u32 code_of(float x) const { return x == x ? (int)rintf(fminf(fmaxf(__fdiv_rn(x, *out_scale), -128.f), 127.f)) & 255 : 0; }
+
   // Head i, and the log2 of the sum of its weights.
   __device__ void write(int sequence, int head, int i, Channels v, float weight) const {
     const int lane = threadIdx.x % 32, kv = kv_head(head);
     const u64 to = row(sequence, head, i);
+    const int at = lane * CHANNELS;
+    if (STATIC) {
+      const u16* of = value_fixed + 2 * (kv * GROUPS + at * GROUPS / D);
+      const float s = half_to_float(of[0]), z = half_to_float(of[1]);
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
-      const int at = h * 64 + 2 * lane;
-      float x = v.of[h].x, y = v.of[h].y;
-      if (STATIC) {
-        const u16* of = value_fixed + 2 * (kv * GROUPS + at * GROUPS / D);
-        const float s = half_to_float(of[0]), z = half_to_float(of[1]);
-        x = x * s + z; y = y * s + z;
-      }
-      if (value_channels) {
-        const float2 mean = *(const float2*)(value_channels + kv * D + at), by = *(const float2*)(value_channels + (kv_heads + kv) * D + at);
-        x = x * by.x + mean.x; y = y * by.y + mean.y;
-      }
+      for (int k = 0; k < CHANNELS; ++k) v.of[k] = v.of[k] * s + z;
+    }
+    if (value_channels) {
+      const Channels mean = *(const Channels*)(value_channels + kv * D + at), by = *(const Channels*)(value_channels + (kv_heads + kv) * D + at);
+#pragma unroll
+      for (int k = 0; k < CHANNELS; ++k) v.of[k] = v.of[k] * by.of[k] + mean.of[k];
+    }
+    u32 words[CHANNELS / 2];
+#pragma unroll
+    for (int k = 0; k < CHANNELS / 2; ++k) {
 #if OUT8
-      const float s = *out_scale;
-      const float cx = rintf(fminf(fmaxf(__fdiv_rn(x, s), -128.f), 127.f)), cy = rintf(fminf(fmaxf(__fdiv_rn(y, s), -128.f), 127.f));
-      const u32 low = x == x ? (int)cx & 255 : 0, high = y == y ? (int)cy & 255 : 0;
-      ((u16*)out)[(to * D + at) / 2] = low | high << 8;
+      const u32 low = code_of(v.of[2 * k]), high = code_of(v.of[2 * k + 1]);
+      ((u16*)out)[(to * D + at) / 2 + k] = low | high << 8;
 #else
-      ((u32*)out)[(to * D + at) / 2] = to_values(x, y);
+      words[k] = to_values(v.of[2 * k], v.of[2 * k + 1]);
 #endif
     }
+#if !OUT8
+    u32* const target = (u32*)out + (to * D + at) / 2;
+    if (CHANNELS == 4) stg64(target, words[0], words[CHANNELS / 2 - 1]); else *target = words[0];
+#endif
 #if LSE
     float shift = 0.f;                                     // of all scores: by the keys' mean and fixed shift
     for (int d = lane; d < D; d += 32) {
@@ -471,15 +486,18 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, uint4* parts, const float* key_channels,
+decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, Part* parts, u32* counts, const float* key_channels,
                  const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group, int passes,
-                 int table_stride, int table_pages, int num_pages, float scale, u32 ticket) {
+                 int table_stride, int table_pages, int num_pages, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const u32 shared = shared_address(memory), ring = shared + warp * STAGES * UNIT_BYTES, bars = shared + BARS_AT + warp * STAGES * 8;
   float* const pieces = (float*)(memory + PIECES_AT);
   float2* const weights = (float2*)(memory + WEIGHTS_AT);  // [piece][head]: maximum (log2), sum of probabilities
   int4* const places = (int4*)(memory + PLACES_AT);        // of each piece: sequence, head, first and last unit of the segment
+  const auto channels_of = [&](int piece, int head) -> Channels {
+    return *(const Channels*)(pieces + piece * PIECE + head / 2 * PAIR + head % 2 * D + lane * CHANNELS);
+  };
   const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, passes, scale};
   const int heads = kv_heads * passes;
   launch_dependents();
@@ -639,9 +657,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       __syncwarp();
       for (int i = 0; i < mine; ++i) {
         const float2 w = weights[number * HEADS + i];
-        Channels v;
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) v.of[h] = *(float2*)(pieces + number * PIECE + i / 2 * PAIR + i % 2 * D + h * 64 + 2 * lane);
+        Channels v = channels_of(number, i);
         v.scale(1.f / w.y);
         output.write(at.sequence, at.head, i, v, w.x + log2_of(w.y));
       }
@@ -675,88 +691,74 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     for (; turn < of_segment; turn += WARPS) {
       const float2 w = is_member ? weights[piece * HEADS + turn] : make_float2(__int_as_float(0xff800000), 0.f);
       const float most = warp_max(w.x, 1, 2 * WARPS), by = exp2_of(w.x - most), sum = warp_sum(by * w.y, 1, 2 * WARPS);
-      const float* const from = pieces + turn / 2 * PAIR + turn % 2 * D + 2 * lane;
       Channels v = {};
       for (u32 rest = members; rest;) {
-        float2 of[4][HALVES]; float f[4];
+        Channels of[4]; float f[4];
+        int number = 0;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int number = rest ? __ffs(rest) - 1 : 0;
+        for (int k = 0; k < 4; ++k) {                      // beyond the last one, that one again, times 0
+          if (rest) number = __ffs(rest) - 1;
           f[k] = rest ? __shfl_sync(ALL, by, number) : 0.f;
-#pragma unroll
-          for (int h = 0; h < HALVES; ++h) of[k][h] = rest ? *(const float2*)(from + number * PIECE + h * 64) : make_float2(0.f, 0.f);
+          of[k] = channels_of(number, turn);
           rest &= rest - 1;
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-#pragma unroll
-          for (int h = 0; h < HALVES; ++h) { v.of[h].x += f[k] * of[k][h].x; v.of[h].y += f[k] * of[k][h].y; }
+        for (int k = 0; k < 4; ++k) v.add(f[k], of[k]);
       }
       v.scale(1.f / sum);
       const float weight = most + log2_of(sum);
       if (inside) {
         output.write(segment.x, segment.y, turn, v, weight);
       } else {
-        uint4* const to = parts + (((segment.z >= block_first ? BLOCKS : 0) + blockIdx.x) * STEP + turn * (HALVES * 32) + lane);
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) store_relaxed(to + h * 32, __float_as_uint(v.of[h].x), __float_as_uint(v.of[h].y), __float_as_uint(weight), ticket);
+        Part& to = parts[(segment.z >= block_first ? BLOCKS : 0) + blockIdx.x];
+        to.v[turn][lane] = v;
+        if (lane == 0) to.weight[turn] = weight;
       }
     }
     turn -= of_segment;
   }
   if (wides == 0) return;
-  __syncwarp();
-  asm volatile("fence.sc.gpu;" ::: "memory");
 
-  // Are all parts of those heads there? To ask, a lane looks at the first tickets of a block; only who finds them loads parts, and looks again at every one.
-  const auto parts_of = [&](const Wide& w, int head) -> uint4* { return parts + (w.from * STEP + head * (HALVES * 32)); };
-  const auto arrived = [&](const Wide& w, int head, int block) -> bool {
-    return block >= w.count || load_relaxed((const u32*)(parts_of(w, head) + (block + (block ? 0 : BLOCKS)) * STEP) + 3) == ticket;
-  };
-  bool first_arrived[2];                                   // of both segments at once
-  first_arrived[0] = one.turn >= one.heads || arrived(one, one.turn, lane);
-  first_arrived[1] = wides < 2 || other.turn >= other.heads || arrived(other, other.turn, lane);
-  for (int which = 0; which < wides; ++which) {
-    const Wide w = which ? other : one;
-    for (int head = w.turn; head < w.heads; head += WARPS) {
-      bool complete = head > w.turn ? arrived(w, head, lane) : which ? first_arrived[1] : first_arrived[0];
-      for (int b = 32; b < w.count; b += 32) complete &= arrived(w, head, b + lane);
-      if (!__all_sync(ALL, complete)) continue;
-      uint4* const at = parts_of(w, head) + lane;
-      float best = __int_as_float(0xff800000), all = 0.f;
-      Channels sums = {};
-      for (int done = 0; done < w.count; done += BATCH) {
-        uint4 v[BATCH][HALVES];
-        float higher = best;
+  // Who is the last of a head's blocks? A lane for each of the warp's heads asks. They are counted where the segment begins.
+  __syncwarp();
+  fence_card();
+  const int asks_for = lane / JOBS, head_asked = (asks_for ? other.turn : one.turn) + lane % JOBS * WARPS;
+  const bool asks = asks_for < wides && head_asked < (asks_for ? other.heads : one.heads);
+  const int blocks = (asks_for ? other.count : one.count) - 1;
+  const bool is_last = asks && count_to(counts + (asks_for ? other.from : one.from) * HEADS + head_asked, blocks) == blocks;
+  fence_card();
+  u32 to_do = __ballot_sync(ALL, is_last);
+  __syncwarp();
+  for (; to_do; to_do &= to_do - 1) {
+    const int asked = __ffs(to_do) - 1, head = __shfl_sync(ALL, head_asked, asked);
+    const Wide w = asked / JOBS ? other : one;
+    const Part* const at = parts + w.from;                 // the first one, which goes on, is BLOCKS further
+    float best = __int_as_float(0xff800000), all = 0.f;
+    Channels sums = {};
+    for (int done = 0; done < w.count; done += BATCH) {
+      Channels v[BATCH]; float weight[BATCH];
+      float higher = best;
 #pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-#pragma unroll
-          for (int h = 0; h < HALVES; ++h) {
-            v[k][h] = make_uint4(0, 0, 0xff800000, ticket);
-            if (done + k < w.count) v[k][h] = load_relaxed(at + (done + k + (k == 0 && done == 0 ? BLOCKS : 0)) * STEP + h * 32);
-          }
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-#pragma unroll
-          for (int h = 0; h < HALVES; ++h) complete &= v[k][h].w == ticket;
-          higher = fmaxf(higher, __uint_as_float(v[k][0].z));
-        }
-        const float shrink = exp2_of(best - higher);
-        best = higher; all *= shrink; sums.scale(shrink);
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-          const float f = exp2_of(__uint_as_float(v[k][0].z) - best);
-          all += f;
-#pragma unroll
-          for (int h = 0; h < HALVES; ++h) { sums.of[h].x += f * __uint_as_float(v[k][h].x); sums.of[h].y += f * __uint_as_float(v[k][h].y); }
+      for (int k = 0; k < BATCH; ++k) {
+        v[k] = {}; weight[k] = __int_as_float(0xff800000);
+        if (done + k < w.count) {
+          const Part* const from = at + done + (k == 0 && done == 0 ? BLOCKS : k);
+          v[k] = load_part(&from->v[head][lane]);
+          weight[k] = __ldcg(&from->weight[head]);
         }
       }
-      if (!__all_sync(ALL, complete)) continue;            // another block has finished it, and wipes
-      sums.scale(1.f / all);
-      output.write(w.sequence, w.head, head, sums, best + log2_of(all));
-      for (int b = 0; b < w.count; ++b)
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) store_relaxed((u32*)(at + (b + (b ? 0 : BLOCKS)) * STEP + h * 32) + 3, 0);
+      for (int k = 0; k < BATCH; ++k) higher = fmaxf(higher, weight[k]);
+      const float shrink = exp2_of(best - higher);
+      best = higher; all *= shrink; sums.scale(shrink);
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) {
+        const float f = exp2_of(weight[k] - best);
+        all += f;
+        sums.add(f, v[k]);
+      }
     }
+    sums.scale(1.f / all);
+    output.write(w.sequence, w.head, head, sums, best + log2_of(all));
   }
 }

@@ -5,8 +5,7 @@ shifts all scores of a query alike and cancels in the softmax, the values' scale
 """
 
 import functools
-import itertools
-import secrets
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -133,7 +132,29 @@ class Configuration:
 
 _STAGES = 2  # units on their way to each warp
 _MOST = 1024  # sequences of a launch
-_tickets = itertools.count(secrets.randbits(32))
+_MOST_HEADS = 16  # of one load of the pages
+_SPARE = 64  # rows of zeros for graphs that are yet to be captured
+_counts: dict[tuple[int, int, int], Tensor] = {}  # of device, stream and capture
+_spare: dict[int, list[Tensor]] = {}  # of each device
+_lock = threading.Lock()
+
+
+def _counts_of(device: torch.device, words: int) -> Tensor:
+    """Zeros that a launch counts in, and leaves as zeros. Launches of a stream follow one another and share a row; graphs run beside streams and each
+    other, so each capture has rows of its own."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = device.index, stream, jit.capture_number(stream) if capturing else 0
+    with _lock:
+        spare = _spare.setdefault(device.index, [])
+        if not capturing and len(spare) < _SPARE // 4:
+            spare += torch.zeros(_SPARE, words, dtype=torch.int32, device=device).unbind()
+            torch.cuda.current_stream(device).synchronize()
+        if key not in _counts:
+            if not spare:  # more captures in a row than rows: zeros are written again in every replay
+                return torch.zeros(words, dtype=torch.int32, device=device)
+            _counts[key] = spare.pop()
+        return _counts[key]
 
 
 def source(chosen: Configuration) -> str:
@@ -230,8 +251,9 @@ def _launch(
         8 * tiles,
     )
     scales = None if out_scale is None else out_scale.reshape(1).float()
-    # What blocks leave each other of two segments each, a row of [most_heads, D / 64, 32 lanes, 16 bytes].
-    parts = torch.empty(2 * blocks * most_heads * dim * 8, dtype=torch.uint8, device=query.device)
+    # What blocks leave each other, of two segments each: float32 [most_heads, D] and [most_heads].
+    parts = torch.empty(2 * blocks * most_heads * (dim + 1), dtype=torch.float32, device=query.device)
+    counts = _counts_of(query.device, blocks * _MOST_HEADS)
     for first in range(0, batch, _MOST):
         count = min(_MOST, batch - first)
         _kernel(chosen)(
@@ -244,6 +266,7 @@ def _launch(
             out[first:].data_ptr(),
             0 if lse is None else lse[first:].data_ptr(),
             parts.data_ptr(),
+            counts.data_ptr(),
             *(0 if t is None else t.data_ptr() for t in (*calibration, scales)),
             count,
             kv_heads,
@@ -253,7 +276,6 @@ def _launch(
             block_table.shape[1],
             len(pages),
             jit.float_bits(scale),
-            next(_tickets) % (2**32 - 1) + 1,
         )
     return out if lse is None else (out, lse)
 

@@ -253,6 +253,13 @@ class Kernel:
         return self._handles[device.index]
 
 
+def capture_number(stream: int) -> int:
+    """Of the capture that the stream, an address, is in: no two captures of a process have the same."""
+    from cuda.bindings import driver
+
+    return int(_checked(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), 1))
+
+
 def float_bits(value: float) -> int:
     """A float argument of a launch."""
     return struct.unpack("I", struct.pack("f", value))[0]
@@ -312,8 +319,8 @@ def _tensor_map(
     )
 
 
-def _checked(result: tuple):
+def _checked(result: tuple, which: int = 0):
     status, *values = result
     if int(status):
         raise TilepressError(f"the CUDA driver says {status.name}", "run `tilepress env`")
-    return values[0] if values else None
+    return values[which] if values else None

@@ -6,13 +6,13 @@ added on the way. The attention's output is quantized by an op of its own, and t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tilepress.runtime.int8 import Int8Linear, MergedInt8Linear, mergeable, quantizes
+from tilepress.runtime.subclasses import change_forward
 
 ops = torch.ops.tilepress
 
@@ -163,7 +163,7 @@ def fuse(model: nn.Module) -> int:
         family = _FAMILIES.get(type(layer).__name__)
         if family is not None and _stays(layer) and family.fits(layer):
             family.prepare(layer)
-            layer.__class__ = _fused_class(type(layer))
+            change_forward(layer, family.forward, "Int8")
             count += 1
     return count
 
@@ -173,20 +173,3 @@ def _stays(layer: nn.Module) -> bool:
     places = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
     moved = torch.device("meta") in places or any(hasattr(m, "_hf_hook") for m in layer.modules())
     return len(places) == 1 and not moved
-
-
-@cache
-def _fused_class(kind: type) -> type:
-    """A subclass of the layer's own class with another forward: whatever asks for an instance of it, or its attributes, finds them."""
-
-    def reduce(self, _protocol):
-        return _empty_layer, (kind,), self.__dict__
-
-    members = {"forward": _FAMILIES[kind.__name__].forward, "__reduce_ex__": reduce, "__doc__": _fused_class.__doc__}
-    return type(f"Int8{kind.__name__}", (kind,), members)
-
-
-def _empty_layer(kind: type) -> nn.Module:
-    """For unpickling: the class is made anew."""
-    made = _fused_class(kind)
-    return made.__new__(made)

@@ -2,8 +2,9 @@
 
 `PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that
 it has alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives
-them slots, and an attention function of our own reads the pages. Whatever the attention sees is what the cache holds, in prefill too: cutting
-a text into other pieces changes results by rounding alone (which may tip a value from one code to the next).
+them slots, and an attention function of our own reads the pages; attention modules of the common form use fewer and larger ops
+(fused_attention.py). Whatever the attention sees is what the cache holds, in prefill too: cutting a text into other pieces changes results by
+rounding alone (which may tip a value from one code to the next).
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +25,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
-from tilepress.kernels import decode_attention, kv_cache  # noqa: F401
+from tilepress.kernels import decode_attention, jit, kv_cache, rope_append  # noqa: F401
+from tilepress.runtime import fused_attention
 
 ops = torch.ops.tilepress
 ATTENTION = "tilepress_kv"
 
 
 class PagePool:
-    """The pages of all layers: uint8 [num_pages, KV heads, page_bytes] each. Fixed in number, or doubling when they run out.
+    """The pages of all layers, uint8 [num_pages, KV heads, page_bytes] each, and their calibration. Fixed in number, or doubling when they run out.
 
     Sequences that begin alike (beams) share full pages: a page is free once all its users have given it back.
     """
@@ -41,6 +44,7 @@ class PagePool:
             torch.empty(num_pages or 0, calibration.kv_heads, form.page_bytes, dtype=torch.uint8, device=device)
             for _ in calibration.layers
         ]
+        self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
         self.free = list(range(num_pages or 0))[::-1]
         self.users = [0] * (num_pages or 0)
 
@@ -74,6 +78,12 @@ class PagePool:
             self.users[page] -= 1
             if not self.users[page]:
                 self.free.append(page)
+
+    def move(self, layer: int, device: torch.device) -> None:
+        """A layer's pages and calibration to where its keys are; nothing where they are there."""
+        if self.pages[layer].device != device:
+            self.pages[layer] = self.pages[layer].to(device)
+            self.sides[layer] = tuple(side.to(device) for side in self.sides[layer])
 
     def copy(self, page: int, to: int) -> None:
         for pages in self.pages:
@@ -115,10 +125,20 @@ class _Layer(CacheLayerMixin):
         return -1 if self.cache.pool.grows else self.cache.pool.total * PAGE_TOKENS
 
 
+class _Announced(NamedTuple):
+    """The positions of a forward pass, and what the sequences have with them."""
+
+    positions: Tensor  # int64 [batch, positions], of each query in its own sequence
+    slots: Tensor  # int64 [batch * positions], -1 for padding
+    block_table: Tensor  # int32 [batch, most pages]
+    seq_lens: Tensor  # int32 [batch]
+
+
 class PagedCache(Cache):
     """The cache of a batch of sequences. `num_pages` fixes the pool (64 tokens a page), or `pool` is shared; without both it grows.
 
-    `begin` announces the positions of a forward pass, then each layer appends and attends.
+    `begin` announces the positions of a forward pass, then each layer appends and attends. Pages are on `device`; those of a layer on another one
+    (`device_map`) move there when it first appends.
     """
 
     def __init__(
@@ -130,8 +150,6 @@ class PagedCache(Cache):
     ):
         super().__init__(layers=[_Layer(self, i) for i in range(len(calibration.layers))])
         self.calibration, self.pool = calibration, pool or PagePool(calibration, device, num_pages)
-        self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
-        self.device = torch.device(device)
         self.appended: tuple[Tensor, Tensor] | None = None  # what the layer at hand gave, until it attends
         self.training = False
         self.free()
@@ -179,44 +197,85 @@ class PagedCache(Cache):
             table += [taken.pop() for _ in range(count)]
         self.tables = tables
         self.real = torch.cat([self.real if self.real.numel() else real.new_empty(real.shape[0], 0), real], 1)
-        self.positions = (lengths[:, None] + real.long().cumsum(1) - 1).to(
-            self.device
-        )  # of each query in its own sequence
-        self._awaited, self._new = set(range(len(self.sides))), real.shape[1]
+        self._awaited, self._new = set(range(len(self.pool.pages))), real.shape[1]
         most = max(1, *map(len, tables))
-        table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32, device=self.device)
-        self.block_table, self.seq_lens = table, after.to(self.device, torch.int32)
-        pages = table.long().gather(1, self.positions.clamp(min=0) // PAGE_TOKENS)
-        slots = pages * PAGE_TOKENS + self.positions % PAGE_TOKENS
-        self.slots = torch.where(real.to(self.device), slots, -1).reshape(-1)
+        table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32)
+        positions = lengths[:, None] + real.long().cumsum(1) - 1
+        pages = table.long().gather(1, positions.clamp(min=0) // PAGE_TOKENS)
+        slots = torch.where(real, pages * PAGE_TOKENS + positions % PAGE_TOKENS, -1).reshape(-1)
+        self._announced = {torch.device("cpu"): _Announced(positions, slots, table, after.int())}
+        self.announced(self.pool.pages[0].device)  # a copy waits for the card: before the layers, not in them
+
+    def announced(self, device: torch.device) -> _Announced:
+        """What `begin` found, copied to a device once for all its layers."""
+        if device not in self._announced:
+            found = self._announced[torch.device("cpu")]
+            self._announced[device] = _Announced(*(x.to(device) for x in found))
+        return self._announced[device]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value [batch, KV heads, positions, D] of the positions that `begin` announced."""
+        self._expect(layer, key, value)
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        slots = self.announced(key.device).slots
+        ops.kv_append(self.pool.pages[layer], *rows, slots, *self._quantization(layer))
+
+    def rope_append(
+        self,
+        layer: int,
+        query: Tensor,  # [batch, positions, heads, D], as its projection gives it
+        key: Tensor,  # [batch, positions, KV heads, D]
+        value: Tensor,  # [batch, positions, KV heads, D]
+        norms: tuple[Tensor | None, Tensor | None],  # weights [D] of the RMS norms of queries and of keys
+        eps: float,  # of both
+        cos: Tensor,  # [batch or 1, positions, rotary / 2]
+        sin: Tensor,  # [batch or 1, positions, rotary / 2]
+        fold: bool,
+    ) -> Tensor:
+        """Appends the positions that `begin` announced after norms and RoPE, and returns the query after them, in the shape that it has; with `fold`
+        as `attend` takes it for one position (kernels/rope_append.py)."""
+        self._expect(layer, key, value)
+        rows = [x.flatten(0, 1) for x in (query, key, value)]
+        turns = [x.expand(len(query), -1, -1).flatten(0, 1) for x in (cos, sin)]
+        biases, interleaved, slots = (None, None, None), False, self.announced(key.device).slots
+        between = (*biases, *norms, eps, *turns, interleaved, fold, slots)
+        out = ops.rope_append(self.pool.pages[layer], *rows, *between, *self._quantization(layer))
+        return out.view(query.shape)
+
+    def _expect(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
         if layer not in self._awaited:
             raise UsageError(
                 "the paged cache was not told of these positions", "call the causal language model, not its base model"
             )
-        check_finite(layer, key, value)
+        # On a card a decode step looks at no value: each layer would wait for the card. NaN stays NaN in its row, and so in what attention gives.
+        if self._new > 1 or key.device.type == "cpu":
+            check_finite(layer, key, value)
         self._awaited.remove(layer)
-        rows = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (key, value))
-        keys, values = self.sides[layer]
-        form, calibration = self.calibration.form, self.calibration
-        shape = (form.bits, form.group_size, form.static, calibration.rotate, calibration.refits)
-        ops.kv_append(self.pool.pages[layer], *rows, self.slots, *keys, *values, *shape)
+        self.pool.move(layer, key.device)
 
-    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """query [batch, heads, positions, D] of the positions that `begin` announced -> [batch, positions, heads, D]."""
-        (keys, values), form = self.sides[layer], self.calibration.form
-        sides = (*keys[:2], *values[:2])
-        pages, shape = self.pool.pages[layer], (form.bits, form.group_size, form.static, self.calibration.rotate)
+    def _quantization(self, layer: int) -> tuple:
+        """The last arguments of an op that appends: `Quantization` of kernels/kv_cache.py."""
+        (keys, values), form, calibration = self.pool.sides[layer], self.calibration.form, self.calibration
+        return *keys, *values, form.bits, form.group_size, form.static, calibration.rotate, calibration.refits
+
+    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False) -> Tensor:
+        """query [batch, heads, positions, D] of the positions that `begin` announced -> [batch, positions, heads, D]. A query that is `folded` has
+        the keys' scale and rotation already; only one of one position may be."""
+        (keys, values), form = self.pool.sides[layer], self.calibration.form
+        sides, rotate = (*keys[:2], *values[:2]), self.calibration.rotate
+        pages, shape = self.pool.pages[layer], (form.bits, form.group_size, form.static)
+        positions, _, block_table, seq_lens = self.announced(query.device)
         if query.shape[2] == 1:
-            args = (pages, self.block_table, self.seq_lens, scale, *sides, *shape)
+            if folded:
+                sides, rotate = (None, *sides[1:]), False
+            args = (pages, block_table, seq_lens, scale, *sides, *shape, rotate)
             return ops.decode_attention(query[:, :, 0].contiguous(), *args)[:, None]
         most = max(self.lengths)
-        args = (pages, self.block_table, self.seq_lens, most, *sides, query.shape[-1], *shape, query.dtype)
+        args = (pages, block_table, seq_lens, most, *sides, query.shape[-1], *shape, rotate, query.dtype)
         key, value = ops.kv_read(*args)
         # A padded query attends to the first key: what it gives is not used.
-        allowed = torch.arange(most, device=query.device) <= self.positions.clamp(min=0)[:, :, None]
+        allowed = torch.arange(most, device=query.device) <= positions.clamp(min=0)[:, :, None]
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -230,7 +289,7 @@ class PagedCache(Cache):
         self.real = torch.empty(0, 0, dtype=torch.bool)  # [batch, columns]
         self._awaited: set[int] = set()  # layers that have not appended this pass's positions
         self._new = 0  # positions of this pass
-        self.positions = self.slots = self.block_table = self.seq_lens = None  # of this pass: see `begin`
+        self._announced: dict[torch.device, _Announced] = {}  # of this pass, on each device: see `begin`
 
     reset = free
 
@@ -285,6 +344,11 @@ class KVState:
     active: dict[int, PagedCache] = field(default_factory=dict)  # of each thread, while its pass runs
     sides: dict = field(default_factory=dict)  # moved to the devices where they are needed
 
+    @property
+    def current(self) -> PagedCache | None:
+        """The cache of the pass that this thread runs."""
+        return self.active.get(threading.get_ident())
+
 
 @contextlib.contextmanager
 def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
@@ -324,6 +388,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.kv_state = model.kv_state
+    fused_attention.install(model)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model.register_forward_hook(_after_forward, always_call=True)
 
@@ -375,7 +440,7 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
         raise UsageError(f"{type(module).__name__} has a mask of its own", "load the model with kv=False")
-    cache = state and state.active.get(threading.get_ident())
+    cache = state and state.current
     if cache is not None:
         appended, cache.appended = cache.appended, None
         if appended is None or key is not appended[0] or value is not appended[1]:
@@ -402,9 +467,15 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     return found[0], found[1]
 
 
-def path(device: torch.device, calibration: KVCalibration, mode: str) -> str:
-    """What serves the attention in a mode of the cache."""
+def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
+    """What serves how many layers in a mode of the cache."""
+    calibration, device = model.kv_state.calibration, next(model.parameters()).device
+    layers, form = len(calibration.layers), calibration.form
     if mode == "cache":
-        return decode_attention.path(device, calibration.form)
-    quantized = f"of keys and values through {calibration.form.name} and back " if mode == "sim" else ""
-    return f"torch attention {quantized}on {device.type}"
+        fused, why = len(fused_attention.modules(model)), jit.why_not(device)
+        separate = f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+        found = {rope_append.path(device): fused, separate: layers - fused}
+        found[decode_attention.path(device, form, model.dtype)] = layers
+        return {name: count for name, count in found.items() if count}
+    quantized = f"of keys and values through {form.name} and back " if mode == "sim" else ""
+    return {f"torch attention {quantized}on {device.type}": layers}

@@ -105,6 +105,5 @@ def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
             key = f"torch linear on {module.weight.device.type}"
             found[key] = found.get(key, 0) + 1
     if (state := getattr(model, "kv_state", None)) is not None:
-        device = next(model.parameters()).device
-        found[kv_cache.path(device, state.calibration, kv or state.mode)] = len(state.calibration.layers)
+        found |= kv_cache.paths(model, kv or state.mode)
     return found
