@@ -117,7 +117,8 @@ def test_pages_are_filled_at_random_places_and_wrong_results_are_found(kind, mon
     form, lens = form_of(kind, 64), torch.tensor([64, 1, 130, 7], dtype=torch.int32)
     fixed = attention._fixed(form, 2)
     assert (fixed is None) == (kind != "int4-static")
-    pages, table = attention._filled(form, lens, 2, fixed)
+    table = attention._table(lens)
+    pages = attention._filled(form, lens, table, 2, fixed)
     assert len(pages) == 6 and table.dtype == torch.int32 and table.shape == (4, 3)
     named = table[table < 6].tolist()
     assert sorted(named) == list(range(6)) and int((table == attention._NO_PAGE).sum()) == 6

@@ -153,6 +153,7 @@ def test_log_sum_exp_and_int8(form):
     [
         ([9000, 1, 9, 4000, 0, 3], 1, 8),
         ([70_000], 1, 4),
+        ([3000, 9000, 700] * 7, 2, 3),
         ([33_000], 8, 4),
         ([50] * 700, 2, 2),
         ([i * 7 % 150 for i in range(1500)], 1, 1),
@@ -273,7 +274,9 @@ def test_opcheck(name, more):
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_it_compiles_without_spills(tiles):
     for form in (KVFormat(128), KVFormat(128, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(64)):
-        chosen = Configuration(form, torch.bfloat16, tiles, form.groups == 1 and form.bits == 4, tiles == 2, tiles == 1)
-        found = cost(jit.compile_cubin("decode_attention", decode_attention.source(chosen), "sm_90a")[1])
-        assert found["spills"] == found["stack"] == 0, (form, found)
-        assert chosen.shared_bytes <= 227 * 1024
+        for tokens in (0, 1 << 20):
+            rotate, shape = form.groups == 1 and form.bits == 4, decode_attention.shape_for(form, tiles, tokens)
+            chosen = Configuration(form, torch.bfloat16, tiles, rotate, tiles == 2, tiles == 1, 132, *shape)
+            found = cost(jit.compile_cubin("decode_attention", decode_attention.source(chosen), "sm_90a")[1])
+            assert found["spills"] == found["stack"] == 0, (form, found)
+            assert chosen.shared_bytes <= 227 * 1024

@@ -1,6 +1,6 @@
 """Benchmarks of the paged cache's kernels, as `tilepress eval kernels attention` runs them: decode attention against PyTorch's over a dense 16-bit cache,
-and the step before it, RoPE and append, against its floor. Launches rotate over caches that together are more than twice the L2 cache, each with its pages in
-a random order; what a kernel gives is checked before it is timed."""
+and the step before it, RoPE and append, against its floor. Launches rotate over caches that together are more than twice the L2 cache, as a model's layers do:
+pages in a random order, the block table is that of all. What a kernel gives is checked before it is timed."""
 
 import itertools
 import re
@@ -209,22 +209,26 @@ def _refits(form: KVFormat) -> int:
     return 2 if form.bits == 4 and not form.static else 0
 
 
-def _filled(form: KVFormat, lens: Tensor, heads: int, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pages with random keys and values of sequences of `lens` tokens, and their block table, in a random order. 0xFF, which is NaN as a scale, where no token
-    is, and no page's number behind a sequence's last page."""
+def _table(lens: Tensor) -> Tensor:
+    """A block table of sequences of `lens` tokens: their pages in a random order, and no page's number behind a sequence's last one."""
     device, counts = lens.device, -(-lens.long() // PAGE_TOKENS)
     total, most = int(counts.sum()), int(counts.max())
-    pages = torch.full((total, heads, form.page_bytes), 0xFF, dtype=torch.uint8, device=device)
     number, first = torch.arange(most, device=device), (counts.cumsum(0) - counts)[:, None]
     order = torch.randperm(total, device=device)
-    table = torch.where(number < counts[:, None], order[(first + number).clamp(max=total - 1)], _NO_PAGE)
-    slots = (table[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten(1)
+    return torch.where(number < counts[:, None], order[(first + number).clamp(max=total - 1)], _NO_PAGE).int()
+
+
+def _filled(form: KVFormat, lens: Tensor, table: Tensor, heads: int, fixed: Tensor | None) -> Tensor:
+    """Pages with random keys and values; 0xFF, which is NaN as a scale, where no token is."""
+    device, total = lens.device, int((-(-lens.long() // PAGE_TOKENS)).sum())
+    pages = torch.full((total, heads, form.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+    slots = (table[..., None].long() * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten(1)
     slots = slots[torch.arange(slots.shape[1], device=device) < lens[:, None]]
     for part in slots.split(max(1, _APPENDED // heads)):
         key, value = torch.randn(2, len(part), heads, form.head_dim, device=device, dtype=torch.bfloat16)
         sides = (None, fixed, 1.0) * 2
         ops.kv_append(pages, key, value, part, *sides, form.bits, form.group_size, form.static, False, _refits(form))
-    return pages, table.int()
+    return pages
 
 
 def _error(
@@ -264,15 +268,16 @@ def _decode_row(shape: Shape, form: KVFormat, dtype: torch.dtype, variable: bool
     lens = lengths(shape.batch, shape.tokens, variable).to(_DEVICE)
     query = torch.randn(shape.batch, shape.query_heads, form.head_dim, device=_DEVICE, dtype=dtype)
     stored = int(lens.sum()) * heads * 2 * form.row_bytes
-    caches = [_filled(form, lens, heads, fixed) for _ in range(copies_of(stored))]
+    table = _table(lens)
+    caches = [_filled(form, lens, table, heads, fixed) for _ in range(copies_of(stored))]
     how = form.head_dim**-0.5, None, fixed, None, fixed, form.bits, form.group_size, form.static, False
 
     def launch(i: int) -> Tensor:
-        return ops.decode_attention(query, *caches[i], lens, *how)
+        return ops.decode_attention(query, caches[i], table, lens, *how)
 
     poison = torch.full_like(query, float("nan"))
     del poison  # the memory that the result will most likely get
-    error = _error(launch(0), query, *caches[0], lens, form, fixed)
+    error = _error(launch(0), query, caches[0], table, lens, form, fixed)
     nbytes = stored + 2 * query.nbytes
     us, spread = time_us(launch, len(caches), nbytes / 4e6 + 3)
     measured = {"us": us, "us_spread": spread, "bytes": nbytes, "gbps": nbytes / us / 1000}

@@ -18,7 +18,7 @@
 // Counts are zero before and after a launch.
 //
 // Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16: of query and output; OUT8: the output is
-// int8; LSE; ROTATE 0 | 1; WARPS 4 | 8 | 16; STAGES of a ring; UNIT 32, or 16 of 16 bits; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
+// int8; LSE; ROTATE 0 | 1; WARPS 4 | 8 | 16; STAGES of a ring; UNIT 32 | 64, or 16 of 16 bits; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
 // 32 WARPS threads a multiprocessor.
 
 #define ALL (~0u)
@@ -29,9 +29,13 @@
 #define ROW_BYTES (CODE_BYTES + (DYNAMIC ? 4 * GROUPS : 0))
 #define UNIT_BYTES (2 * UNIT * ROW_BYTES)
 #define UNITS_OF_PAGE (64 / UNIT)
-#define VALUES_AT (UNIT * CODE_BYTES)         // in a unit, behind the keys' codes
-#define KEY_SCALES_AT (2 * UNIT * CODE_BYTES)
-#define VALUE_SCALES_AT (KEY_SCALES_AT + UNIT * 4 * GROUPS)
+#define RUN (UNIT < 32 ? UNIT : 32)           // tokens whose planes follow one another: keys' codes, values' codes, keys' scales, values' scales
+#define RUNS (UNIT / RUN)
+#define TILES_OF_RUN (RUN / 16)
+#define RUN_BYTES (2 * RUN * ROW_BYTES)
+#define VALUES_AT (RUN * CODE_BYTES)
+#define KEY_SCALES_AT (2 * RUN * CODE_BYTES)
+#define VALUE_SCALES_AT (KEY_SCALES_AT + RUN * 4 * GROUPS)
 #define WORDS (CODE_BYTES / 16)               // of a lane, of 8 tokens
 #define HEADS (8 * TILES)
 #define CHANNELS (D / 32)                     // of a head that a lane has in the end, neighbours
@@ -75,6 +79,7 @@ static_assert(PREFIX_AT + (MOST + 1) * 4 <= SHARED_BYTES && WARPS * 33 <= MOST +
 
 __device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float inverse(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
 __device__ __forceinline__ u32 mul_halves(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
@@ -92,7 +97,7 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 }
 // a / b, where it is less than 2^20.
 __device__ __forceinline__ int quotient(int a, int b) {
-  const int q = (int)((float)a * __frcp_rn((float)b));     // at most one off
+  const int q = (int)((float)a * inverse((float)b));       // at most one off
   return q - (q * b > a) + ((q + 1) * b <= a);
 }
 // What `at` was; it counts to `last` and then from 0 again.
@@ -224,17 +229,19 @@ __device__ __forceinline__ void mask(float (&s)[TILES][UNIT / 16][4], u32 unit, 
         if (t * 16 + i / 2 * 8 + g >= valid) s[n][t][i] = __int_as_float(0xff800000);
   __syncwarp();
 #if ROW_WISE
-  if (lane >= valid) sts32(unit + VALUE_SCALES_AT + lane % 8 * 16 + lane / 8 * 4, 0);
+#pragma unroll
+  for (int r = 0; r < RUNS; ++r)
+    if (r * 32 + lane >= valid) sts32(unit + r * RUN_BYTES + VALUE_SCALES_AT + lane % 8 * 16 + lane / 8 * 4, 0);
 #elif GROUPED
-  if (lane >= valid)
-    for (int k = 0; k < 2 * GROUPS; ++k)                   // scale and shift: a half each in their pair of tokens
-      sts16_if(unit + VALUE_SCALES_AT + lane / 16 * (GROUPS * 64) + k / 2 * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 8 + k % 2 * 4 + lane % 2 * 2, 0, true);
+  for (int k = 0; k < 2 * GROUPS * RUNS; ++k)               // scale and shift: a half each in their pair of tokens
+    if (k / (2 * GROUPS) * 32 + lane >= valid)
+      sts16_if(unit + k / (2 * GROUPS) * RUN_BYTES + VALUE_SCALES_AT + lane / 16 * (GROUPS * 64) + k / 2 % GROUPS * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 8 + k % 2 * 4 + lane % 2 * 2, 0, true);
 #elif BITS == 16
   for (int t = valid / 8; t < UNIT / 8; ++t) {
     const int token = t * 8 + lane % 4 * 2;
     const u32 keep = (token < valid ? 0xffff : 0) | (token + 1 < valid ? 0xffff0000 : 0);
     for (int i = 0; i < WORDS; ++i) {
-      const u32 at = unit + VALUES_AT + t * 8 * CODE_BYTES + i / 4 * 512 + lane * 16 + i % 4 * 4;
+      const u32 at = unit + t / (RUN / 8) * RUN_BYTES + VALUES_AT + t % (RUN / 8) * 8 * CODE_BYTES + i / 4 * 512 + lane * 16 + i % 4 * 4;
       sts32(at, lds32(at) & keep);
     }
   }
@@ -247,16 +254,21 @@ __device__ __forceinline__ void mask(float (&s)[TILES][UNIT / 16][4], u32 unit, 
 __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)[TILES], State (&state)[TILES]) {
   const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   float s[TILES][UNIT / 16][4];
-  u32 scales[4] = {};
-  if (DYNAMIC) {
-    const uint4 v = lds128(unit + KEY_SCALES_AT + g * 16 * GROUPS + c * GROUPS / 4 * 16);
-    scales[0] = v.x; scales[1] = v.y; scales[2] = v.z; scales[3] = v.w;
-  }
+  u32 scales[4 * RUNS] = {};                               // of a lane's token of every 8
+  const auto load_scales = [&](u32 at) {
+#pragma unroll
+    for (int r = 0; r < RUNS; ++r) {
+      const uint4 v = lds128(at + r * RUN_BYTES);
+      scales[4 * r] = v.x; scales[4 * r + 1] = v.y; scales[4 * r + 2] = v.z; scales[4 * r + 3] = v.w;
+    }
+  };
+  const auto tile_at = [&](int t) -> u32 { return unit + t / TILES_OF_RUN * RUN_BYTES + t % TILES_OF_RUN * 16 * CODE_BYTES; };
+  if (DYNAMIC) load_scales(unit + KEY_SCALES_AT + g * 16 * GROUPS + c * GROUPS / 4 * 16);
 #pragma unroll
   for (int t = 0; t < UNIT / 16; ++t) {
     u32 x[WORDS], y[WORDS];
-    load_words<true>(x, unit + 2 * t * 8 * CODE_BYTES);
-    load_words<true>(y, unit + (2 * t + 1) * 8 * CODE_BYTES);
+    load_words<true>(x, tile_at(t));
+    load_words<true>(y, tile_at(t) + 8 * CODE_BYTES);
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       float (&mine)[4] = s[n][t];
@@ -289,17 +301,14 @@ __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)
       st.top[k] = higher; st.limit[k] = higher + query[n].margin[k]; st.offset[k] = LIFT - higher * query[n].factor[k];
     }
   }
-  if (ROW_WISE) {
-    const uint4 v = lds128(unit + VALUE_SCALES_AT + g * 16);
-    scales[0] = v.x; scales[1] = v.y; scales[2] = v.z; scales[3] = v.w;
-  }
+  if (ROW_WISE) load_scales(unit + VALUE_SCALES_AT + g * 16);
 #pragma unroll
   for (int t = 0; t < UNIT / 16; ++t) {
     u32 x[WORDS], y[WORDS];
-    load_words<false>(x, unit + VALUES_AT + 2 * t * 8 * CODE_BYTES);
-    load_words<false>(y, unit + VALUES_AT + (2 * t + 1) * 8 * CODE_BYTES);
+    load_words<false>(x, tile_at(t) + VALUES_AT);
+    load_words<false>(y, tile_at(t) + VALUES_AT + 8 * CODE_BYTES);
     uint4 of_groups = {};
-    if (GROUPED) of_groups = lds128(unit + VALUE_SCALES_AT + t * GROUPS * 64 + g * GROUPS / 8 * 64 + c * 16);
+    if (GROUPED) of_groups = lds128(unit + t / TILES_OF_RUN * RUN_BYTES + VALUE_SCALES_AT + t % TILES_OF_RUN * GROUPS * 64 + g * GROUPS / 8 * 64 + c * 16);
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       State& st = state[n];
@@ -390,7 +399,7 @@ __device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* c
     query.factor[k] = __shfl_sync(ALL, factor, lane);
   }
 #endif
-  query.margin[0] = MARGIN / query.factor[0]; query.margin[1] = MARGIN / query.factor[1];
+  query.margin[0] = MARGIN * inverse(query.factor[0]); query.margin[1] = MARGIN * inverse(query.factor[1]);
   return query;
 }
 
@@ -568,7 +577,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     if (lane) return;
     const u32 to = ring + slot * UNIT_BYTES, bar = bars + slot * 8;
     expect(bar, UNIT_BYTES);
-    if (UNIT == 32) {
+    if (UNIT >= 32) {
       bulk_copy(to, pages + (u64)unit * UNIT_BYTES, UNIT_BYTES, bar, false);
     } else {                                               // half of 32 tokens, whose values stand behind all keys
       const unsigned char* from = pages + (u64)(unit / 2) * (2 * UNIT_BYTES) + unit % 2 * VALUES_AT;
@@ -658,7 +667,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       for (int i = 0; i < mine; ++i) {
         const float2 w = weights[number * HEADS + i];
         Channels v = channels_of(number, i);
-        v.scale(1.f / w.y);
+        v.scale(inverse(w.y));
         output.write(at.sequence, at.head, i, v, w.x + log2_of(w.y));
       }
       __syncwarp();
@@ -705,7 +714,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
 #pragma unroll
         for (int k = 0; k < 4; ++k) v.add(f[k], of[k]);
       }
-      v.scale(1.f / sum);
+      v.scale(inverse(sum));
       const float weight = most + log2_of(sum);
       if (inside) {
         output.write(segment.x, segment.y, turn, v, weight);
@@ -758,7 +767,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
         sums.add(f, v[k]);
       }
     }
-    sums.scale(1.f / all);
+    sums.scale(inverse(all));
     output.write(w.sequence, w.head, head, sums, best + log2_of(all));
   }
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import int8
-from tilepress.formats.kv_int4 import KVFormat, check_pages, hadamard, read_pages
+from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat, check_pages, hadamard, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.kv_cache import values_of
 
@@ -113,15 +113,8 @@ class Configuration:
     lse: bool = False
     int8: bool = False  # output
     blocks: int = 132  # multiprocessors of the card
-
-    @property
-    def warps(self) -> int:
-        return 8 if self.tiles == 1 or self.form.bits == 4 else 4
-
-    @property
-    def unit(self) -> int:
-        """Tokens that a warp loads at once."""
-        return 16 if self.form.bits == 16 else 32
+    warps: int = 8  # of a block
+    unit: int = 32  # tokens that a warp loads at once
 
     @property
     def shared_bytes(self) -> int:
@@ -131,6 +124,7 @@ class Configuration:
 
 
 _STAGES = 2  # units on their way to each warp
+_MANY = 4096  # tokens of a block that are worth longer units
 _MOST = 1024  # sequences of a launch
 _MOST_HEADS = 16  # of one load of the pages
 _SPARE = 64  # rows of zeros for graphs that are yet to be captured
@@ -175,6 +169,17 @@ def source(chosen: Configuration) -> str:
         SHARED_BYTES=chosen.shared_bytes,
         BLOCKS=chosen.blocks,
     )
+
+
+def shape_for(form: KVFormat, tiles: int, tokens: int) -> tuple[int, int]:
+    """Warps of a block and tokens of a unit, where a block has so many tokens of heads at most. Units of 4 KB and more keep the memory busy; longer
+    ones cost less time each, but with little work they are unevenly shared."""
+    warps = 8 if tiles == 1 or form.bits == 4 else 4
+    if form.bits == 16:
+        return warps, 16 * 128 // form.head_dim
+    short = form.head_dim * form.bits <= 256  # a row's codes are 32 bytes
+    fits = tiles == 1 and form.row_bytes <= 68
+    return warps, 64 if short or (fits and tokens > _MANY) else 32
 
 
 @functools.cache
@@ -246,10 +251,10 @@ def _launch(
     )
     group = heads // kv_heads
     blocks, tiles = jit.multiprocessors(query.device), 1 if group <= 8 else 2
-    chosen, most_heads = (
-        Configuration(form, query.dtype, tiles, rotate, lse is not None, out_scale is not None, blocks),
-        8 * tiles,
-    )
+    most_heads = 8 * tiles
+    tokens = min(batch, _MOST) * kv_heads * -(-group // most_heads) * block_table.shape[1] * PAGE_TOKENS // blocks
+    kind = query.dtype, tiles, rotate, lse is not None, out_scale is not None
+    chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
     scales = None if out_scale is None else out_scale.reshape(1).float()
     # What blocks leave each other, of two segments each: float32 [most_heads, D] and [most_heads].
     parts = torch.empty(2 * blocks * most_heads * (dim + 1), dtype=torch.float32, device=query.device)
