@@ -252,7 +252,8 @@ def test_it_stacks(checkpoint_of, tmp_path, first):
         == Checkpoint(tmp_path / "one").config["quantization_config"]
     )
     ids, one, two = torch.arange(30)[None] + 3, tilepress.load(tmp_path / "one"), tilepress.load(tmp_path / "two")
-    assert {type(m) for m in one.modules()} == {type(m) for m in two.modules()}
+    leaves = [{type(m) for m in model.modules() if not list(m.children())} for model in (one, two)]
+    assert leaves[0] == leaves[1]  # attention is of a subclass in one of them
     with torch.no_grad():
         found, expected = (m(ids, use_cache=True).logits.float() for m in (two, one))
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.1

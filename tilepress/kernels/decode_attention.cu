@@ -702,17 +702,18 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       const float most = warp_max(w.x, 1, 2 * WARPS), by = exp2_of(w.x - most), sum = warp_sum(by * w.y, 1, 2 * WARPS);
       Channels v = {};
       for (u32 rest = members; rest;) {
-        Channels of[4]; float f[4];
-        int number = 0;
+        Channels of[8]; int number[8];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {                      // beyond the last one, that one again, times 0
-          if (rest) number = __ffs(rest) - 1;
-          f[k] = rest ? __shfl_sync(ALL, by, number) : 0.f;
-          of[k] = channels_of(number, turn);
+        for (int k = 0; k < 8; ++k) {                      // beyond the last one, that one again, times 0
+          number[k] = rest ? __ffs(rest) - 1 : k ? number[k - 1] | 32 : 0;
+          of[k] = channels_of(number[k] % 32, turn);
           rest &= rest - 1;
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) v.add(f[k], of[k]);
+        for (int k = 0; k < 8; ++k) {
+          const float f = __shfl_sync(ALL, by, number[k] % 32);
+          v.add(number[k] < 32 ? f : 0.f, of[k]);
+        }
       }
       v.scale(inverse(sum));
       const float weight = most + log2_of(sum);

@@ -34,34 +34,51 @@ struct Add { static __device__ __forceinline__ float of(float a, float b) { retu
 struct Min { static __device__ __forceinline__ float of(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
 struct Max { static __device__ __forceinline__ float of(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
 
-// Over N channels, the lane's first one of which is v[0], in all lanes. `room`, N floats of the warp's, is used where N is no power of two.
-template <int N, class How> __device__ __forceinline__ float fold(const float* v, float* room) {
-  float t[N / 32];
-#pragma unroll
-  for (int j = 0; j < N / 32; ++j) t[j] = v[j];
-  if (IS_POWER(N)) {
+// COUNT folds at once, so that they wait together: each over the N / 32 channels t[i] of all lanes; the results are t[i][0]. `room`, N floats of the warp's,
+// is used where N is no power of two.
+template <int N, class How, int COUNT> __device__ __forceinline__ void fold(float (&t)[COUNT][N / 32], float* room) {
+  if constexpr (IS_POWER(N)) {
 #pragma unroll
     for (int half = N / 64; half; half /= 2)
 #pragma unroll
-      for (int j = 0; j < half; ++j) t[j] = How::of(t[j], t[j + half]);
+      for (int i = 0; i < COUNT; ++i)
 #pragma unroll
-    for (int i = 16; i; i /= 2) t[0] = How::of(t[0], __shfl_xor_sync(ALL, t[0], i));
-    return t[0];
-  }
-  __syncwarp();
+        for (int j = 0; j < half; ++j) t[i][j] = How::of(t[i][j], t[i][j + half]);
 #pragma unroll
-  for (int j = 0; j < N / 32; ++j) room[LANE + 32 * j] = t[j];
-  __syncwarp();
-  int size = N;
-  while (size % 2 == 0) {
-    size /= 2;
-    for (int i = LANE; i < size; i += 32) room[i] = How::of(room[i], room[i + size]);
-    __syncwarp();
+    for (int step = 16; step; step /= 2) {
+      float other[COUNT];
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) other[i] = __shfl_xor_sync(ALL, t[i][0], step);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) t[i][0] = How::of(t[i][0], other[i]);
+    }
+  } else {
+    for (int k = 0; k < COUNT; ++k) {
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < N / 32; ++j) room[LANE + 32 * j] = t[k][j];
+      __syncwarp();
+      int size = N;
+      while (size % 2 == 0) {
+        size /= 2;
+        for (int i = LANE; i < size; i += 32) room[i] = How::of(room[i], room[i + size]);
+        __syncwarp();
+      }
+      t[k][0] = room[0];
+      for (int i = 1; i < size; ++i) t[k][0] = How::of(t[k][0], room[i]);
+    }
   }
-  float total = room[0];
-  for (int i = 1; i < size; ++i) total = How::of(total, room[i]);
-  return total;
 }
+
+// a / b as IEEE rounds it, without the branches that a division has, for 2^-60 < |b| < 2^60 and |a| < 2^60.
+__device__ __forceinline__ float divide_plain(float a, float b) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.f), y);
+  const float q = __fmul_rn(a, y);
+  return __fmaf_rn(y, __fmaf_rn(-b, q, a), q);
+}
+__device__ __forceinline__ bool is_plain(float v) { return fabsf(v) < 1.152921504606847e18f && fabsf(v) > 8.673617379884035e-19f; }
 
 __device__ __forceinline__ void hadamard(float (&v)[E], float norm) {
 #pragma unroll
@@ -86,8 +103,9 @@ __device__ __forceinline__ void hadamard(float (&v)[E], float norm) {
   for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], norm);
 }
 
+// `scale` is of float16. What is beyond 2^30 is beyond all codes.
 __device__ __forceinline__ float code_of(float v, float scale, float shift) {
-  const float code = rintf(__fdiv_rn(__fsub_rn(v, shift), scale));
+  const float code = rintf(divide_plain(fminf(fmaxf(__fsub_rn(v, shift), -1073741824.f), 1073741824.f), scale));
   return fminf(fmaxf(code, 0.f), (float)MOST);
 }
 
@@ -97,40 +115,62 @@ __device__ __forceinline__ void to_halves(float& scale, float& shift) {
   shift = half_to_float(to_half(Min::of(Max::of(shift, -65504.f), 65504.f)));
 }
 
-// Codes of a group in place of its values, and what they are of.
-__device__ __forceinline__ void quantize(float* v, const float* w, float half_clip, float step, int refits, float* room, float& scale, float& shift) {
-  const float low = fold<SIZE, Min>(v, room), high = fold<SIZE, Max>(v, room);
-  const float middle = __fmul_rn(__fadd_rn(low, high), 0.5f), reach = __fmul_rn(__fsub_rn(high, low), half_clip);
-  scale = __fmul_rn(reach, step); shift = __fsub_rn(middle, reach);
-  to_halves(scale, shift);
-  constexpr int N = SIZE / 32;
-  float codes[N], wc[N], terms[N];
+#define OF_GROUP (SIZE / 32)                  // channels of a lane
+
+// Codes of a row in place of its values, and what they are of, each group with its scale and shift.
+__device__ __forceinline__ void quantize(float (&v)[E], const float (&w)[E], float half_clip, float step, int refits, float* room, float (&scale)[GROUPS], float (&shift)[GROUPS]) {
+  float ends[2 * GROUPS][OF_GROUP];           // least, and the negative of the largest
+#pragma unroll
+  for (int j = 0; j < E; ++j) { ends[j / OF_GROUP][j % OF_GROUP] = v[j]; ends[GROUPS + j / OF_GROUP][j % OF_GROUP] = -v[j]; }
+  fold<SIZE, Min>(ends, room);
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    const float low = ends[g][0], high = -ends[GROUPS + g][0];
+    const float middle = __fmul_rn(__fadd_rn(low, high), 0.5f), reach = __fmul_rn(__fsub_rn(high, low), half_clip);
+    scale[g] = __fmul_rn(reach, step); shift[g] = __fsub_rn(middle, reach);
+    to_halves(scale[g], shift[g]);
+  }
+  float codes[E];
   const auto code = [&] {
 #pragma unroll
-    for (int j = 0; j < N; ++j) codes[j] = code_of(v[j], scale, shift);
-  };
-  const auto sum_with = [&](const float* of, const float* by) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) terms[j] = __fmul_rn(of[j], by[j]);
-    return fold<SIZE, Add>(terms, room);
+    for (int j = 0; j < E; ++j) codes[j] = code_of(v[j], scale[j / OF_GROUP], shift[j / OF_GROUP]);
   };
   code();
-  const float sum_w = refits ? fold<SIZE, Add>(w, room) : 0.f, sum_y = refits ? sum_with(w, v) : 0.f;
-  for (int i = 0; i < refits; ++i) {
+  float of_values[2 * GROUPS][OF_GROUP];      // sums of weights, and of weights times values
+  if (refits) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) wc[j] = __fmul_rn(w[j], codes[j]);
-    const float sum_c = fold<SIZE, Add>(wc, room), sum_cc = sum_with(wc, codes), sum_cy = sum_with(wc, v);
-    const float spread = __fsub_rn(__fmul_rn(sum_w, sum_cc), __fmul_rn(sum_c, sum_c));
-    const float better = __fdiv_rn(__fsub_rn(__fmul_rn(sum_w, sum_cy), __fmul_rn(sum_c, sum_y)), spread);
-    if (spread > 0.f && better > 0.f && better < __int_as_float(0x7f800000)) {
-      scale = better;
-      shift = __fdiv_rn(__fsub_rn(sum_y, __fmul_rn(better, sum_c)), sum_w);
+    for (int j = 0; j < E; ++j) { of_values[j / OF_GROUP][j % OF_GROUP] = w[j]; of_values[GROUPS + j / OF_GROUP][j % OF_GROUP] = __fmul_rn(w[j], v[j]); }
+    fold<SIZE, Add>(of_values, room);
+  }
+  for (int i = 0; i < refits; ++i) {
+    float sums[3 * GROUPS][OF_GROUP];         // of weights times codes; that times codes; times values
+#pragma unroll
+    for (int j = 0; j < E; ++j) {
+      const int g = j / OF_GROUP, k = j % OF_GROUP;
+      const float wc = __fmul_rn(w[j], codes[j]);
+      sums[g][k] = wc; sums[GROUPS + g][k] = __fmul_rn(wc, codes[j]); sums[2 * GROUPS + g][k] = __fmul_rn(wc, v[j]);
     }
-    to_halves(scale, shift);
+    fold<SIZE, Add>(sums, room);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      const float sum_w = of_values[g][0], sum_y = of_values[GROUPS + g][0], sum_c = sums[g][0], sum_cc = sums[GROUPS + g][0], sum_cy = sums[2 * GROUPS + g][0];
+      const float spread = __fsub_rn(__fmul_rn(sum_w, sum_cc), __fmul_rn(sum_c, sum_c)), slope = __fsub_rn(__fmul_rn(sum_w, sum_cy), __fmul_rn(sum_c, sum_y));
+      float better, rest;
+      if (is_plain(spread) && is_plain(slope) && is_plain(sum_w)) {                  // the same in all lanes
+        better = divide_plain(slope, spread);
+        rest = __fsub_rn(sum_y, __fmul_rn(better, sum_c));
+        rest = is_plain(rest) ? divide_plain(rest, sum_w) : __fdiv_rn(rest, sum_w);
+      } else {
+        better = __fdiv_rn(slope, spread);
+        rest = __fdiv_rn(__fsub_rn(sum_y, __fmul_rn(better, sum_c)), sum_w);
+      }
+      if (spread > 0.f && better > 0.f && better < __int_as_float(0x7f800000)) { scale[g] = better; shift[g] = rest; }
+      to_halves(scale[g], shift[g]);
+    }
     code();
   }
 #pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = codes[j];
+  for (int j = 0; j < E; ++j) v[j] = codes[j];
 }
 
 struct Side {  // of keys or values
@@ -228,25 +268,26 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
       if (place.is_there) *(u16*)(place.is_value ? place.value_byte(LANE + 32 * j) : place.key_byte(2 * (LANE + 32 * j))) = to_bfloat(v[j]);
     return;
   }
-  if (side.channels)
+  if (side.channels) {
+    bool plain = true;
 #pragma unroll
-    for (int j = 0; j < E; ++j) v[j] = __fmul_rn(__fsub_rn(v[j], of.mean[j]), __fdiv_rn(1.f, of.scale[j]));
+    for (int j = 0; j < E; ++j) plain &= is_plain(of.scale[j]);
+    plain = __all_sync(ALL, plain);
+#pragma unroll
+    for (int j = 0; j < E; ++j) v[j] = __fmul_rn(__fsub_rn(v[j], of.mean[j]), plain ? divide_plain(1.f, of.scale[j]) : __fdiv_rn(1.f, of.scale[j]));
+  }
   if (side.rotate) hadamard(v, norm);
 #pragma unroll
   for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], 0.f);  // no -0, as in the reference
+  if (STATIC) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    float scale, shift;
-    float* mine = v + g * (SIZE / 32);
-    if (STATIC) {
-      scale = half_to_float(of.fixed[g][0]);
-      shift = half_to_float(of.fixed[g][1]);
+    for (int j = 0; j < E; ++j) v[j] = code_of(v[j], half_to_float(of.fixed[j / OF_GROUP][0]), half_to_float(of.fixed[j / OF_GROUP][1]));
+  } else {
+    float scale[GROUPS], shift[GROUPS];
+    quantize(v, of.weight, side.half_clip, step, refits, room, scale, shift);
+    if (place.is_there)
 #pragma unroll
-      for (int j = 0; j < SIZE / 32; ++j) mine[j] = code_of(mine[j], scale, shift);
-    } else {
-      quantize(mine, of.weight + g * (SIZE / 32), side.half_clip, step, refits, room, scale, shift);
-      if (place.is_there) place.store_scale(g, to_half(scale) | to_half(shift) << 16);
-    }
+      for (int g = 0; g < GROUPS; ++g) place.store_scale(g, to_half(scale[g]) | to_half(shift[g]) << 16);
   }
   if (place.is_there) store_codes(place, v);
 }

@@ -101,10 +101,11 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
 #pragma unroll
   for (int j = 0; j < E; ++j) v[j] = rounded(__fadd_rn(v[j], bias[j]));
   if (of.norm) {
-    float squares[E];
+    float squares[1][E];
 #pragma unroll
-    for (int j = 0; j < E; ++j) squares[j] = __fmul_rn(v[j], v[j]);
-    const float mean = __fmul_rn(fold<D, Add>(squares, room), (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
+    for (int j = 0; j < E; ++j) squares[0][j] = __fmul_rn(v[j], v[j]);
+    fold<D, Add>(squares, room);
+    const float mean = __fmul_rn(squares[0][0], (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = rounded(__fmul_rn(weight[j], rounded(__fmul_rn(v[j], inverse))));
   }
