@@ -42,7 +42,8 @@
 #define LOG2E 1.4426950408889634f
 #define MARGIN 4.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
 #define LIFT 2.f
-#define BATCH 16                              // parts of blocks that are loaded at once
+#define FEW 4                                 // parts of blocks that are loaded at once: few of many sequences, many of a long one
+#define MANY 16
 #define JOBS (HEADS < WARPS ? 1 : HEADS / WARPS)   // heads of a segment that a warp puts together
 
 // Codes in halves are CODE times a float16 denormal's step of 2^-24, those in the upper nibble 16 times as much. The query carries up to 2^14 / 2^10.
@@ -100,10 +101,10 @@ __device__ __forceinline__ int quotient(int a, int b) {
   const int q = (int)((float)a * inverse((float)b));       // at most one off
   return q - (q * b > a) + ((q + 1) * b <= a);
 }
-// What `at` was; it counts to `last` and then from 0 again.
+// What `at` was; it counts to `last` and then from 0 again. What others stored before they counted is seen from then on.
 __device__ __forceinline__ u32 count_to(u32* at, u32 last) {
   u32 v;
-  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "r"(last) : "memory");
+  asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "r"(last) : "memory");
   return v;
 }
 __device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
@@ -429,6 +430,38 @@ __device__ __forceinline__ Channels load_part(const Channels* p) {
 
 struct Wide { int sequence, head, heads, turn, from, count; };   // a segment of several blocks: their first one and number; turn: a warp's first head
 
+struct Sum {                                  // of parts of a head
+  Channels channels = {};
+  float weight = 0.f, most = __int_as_float(0xff800000);   // of the parts, and the largest one's log2
+
+  template <int BATCH> __device__ __forceinline__ void add_parts(const Part* parts, const Wide& w, int head) {
+    const Part* const at = parts + w.from;                 // the first one, which goes on, is BLOCKS further
+    for (int done = 0; done < w.count; done += BATCH) {
+      Channels v[BATCH]; float log[BATCH];
+      float higher = most;
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) {
+        v[k] = {}; log[k] = __int_as_float(0xff800000);
+        if (done + k < w.count) {
+          const Part* const from = at + done + (k == 0 && done == 0 ? BLOCKS : k);
+          v[k] = load_part(&from->v[head][threadIdx.x % 32]);
+          log[k] = __ldcg(&from->weight[head]);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) higher = fmaxf(higher, log[k]);
+      const float shrink = exp2_of(most - higher);
+      most = higher; weight *= shrink; channels.scale(shrink);
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) {
+        const float f = exp2_of(log[k] - most);
+        weight += f;
+        channels.add(f, v[k]);
+      }
+    }
+  }
+};
+
 // What is written of a segment.
 struct Output {
   const u16* query; void* out; float* lse;
@@ -736,39 +769,14 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   const bool asks = asks_for < wides && head_asked < (asks_for ? other.heads : one.heads);
   const int blocks = (asks_for ? other.count : one.count) - 1;
   const bool is_last = asks && count_to(counts + (asks_for ? other.from : one.from) * HEADS + head_asked, blocks) == blocks;
-  fence_card();
   u32 to_do = __ballot_sync(ALL, is_last);
   __syncwarp();
   for (; to_do; to_do &= to_do - 1) {
     const int asked = __ffs(to_do) - 1, head = __shfl_sync(ALL, head_asked, asked);
     const Wide w = asked / JOBS ? other : one;
-    const Part* const at = parts + w.from;                 // the first one, which goes on, is BLOCKS further
-    float best = __int_as_float(0xff800000), all = 0.f;
-    Channels sums = {};
-    for (int done = 0; done < w.count; done += BATCH) {
-      Channels v[BATCH]; float weight[BATCH];
-      float higher = best;
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k) {
-        v[k] = {}; weight[k] = __int_as_float(0xff800000);
-        if (done + k < w.count) {
-          const Part* const from = at + done + (k == 0 && done == 0 ? BLOCKS : k);
-          v[k] = load_part(&from->v[head][lane]);
-          weight[k] = __ldcg(&from->weight[head]);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k) higher = fmaxf(higher, weight[k]);
-      const float shrink = exp2_of(best - higher);
-      best = higher; all *= shrink; sums.scale(shrink);
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k) {
-        const float f = exp2_of(weight[k] - best);
-        all += f;
-        sums.add(f, v[k]);
-      }
-    }
-    sums.scale(inverse(all));
-    output.write(w.sequence, w.head, head, sums, best + log2_of(all));
+    Sum sum;
+    if (w.count <= FEW) sum.add_parts<FEW>(parts, w, head); else sum.add_parts<MANY>(parts, w, head);
+    sum.channels.scale(inverse(sum.weight));
+    output.write(w.sequence, w.head, head, sum.channels, sum.most + log2_of(sum.weight));
   }
 }
