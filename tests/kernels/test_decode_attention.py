@@ -271,12 +271,20 @@ def test_opcheck(name, more):
 
 
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_it_compiles_without_spills(tiles):
-    for form in (KVFormat(128), KVFormat(128, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(64)):
-        for tokens in (0, 1 << 20):
-            rotate, shape = form.groups == 1 and form.bits == 4, decode_attention.shape_for(form, tiles, tokens)
-            chosen = Configuration(form, torch.bfloat16, tiles, rotate, tiles == 2, tiles == 1, 132, *shape)
-            found = cost(jit.compile_cubin("decode_attention", decode_attention.source(chosen), "sm_90a")[1])
-            assert found["spills"] == found["stack"] == 0, (form, found)
-            assert chosen.shared_bytes <= 227 * 1024
+def test_it_compiles_without_spills():
+    for form, tiles, tokens in (
+        (KVFormat(128), 1, 1 << 20),
+        (KVFormat(128, 4, 32), 1, 0),
+        (KVFormat(128, 8), 2, 0),
+        (KVFormat(64, 16), 1, 0),
+    ):
+        rotate, shape = form.groups == 1 and form.bits == 4, decode_attention.shape_for(form, tiles, tokens)
+        chosen = Configuration(form, torch.bfloat16, tiles, rotate, tiles == 2, tiles == 1, 132, *shape)
+        found = cost(jit.compile_cubin("decode_attention", decode_attention.source(chosen), "sm_90a")[1])
+        assert found["spills"] == found["stack"] == 0, (form, found)
+
+
+def test_blocks_have_the_shared_memory_that_they_need():
+    for form, tiles, tokens in itertools.product(FORMS, (1, 2), (0, 1 << 20)):
+        shape = decode_attention.shape_for(form, tiles, tokens)
+        assert Configuration(form, torch.bfloat16, tiles, False, False, False, 132, *shape).shared_bytes <= 227 * 1024
