@@ -172,6 +172,40 @@ def test_lengths(form, lengths, heads, group):
 
 
 @gpu
+@pytest.mark.parametrize(
+    "form", [KVFormat(128), KVFormat(128, 8), KVFormat(64, 8, 0, True), KVFormat(64, 4, 32)], ids=lambda f: f.name
+)
+@pytest.mark.parametrize("size", [0.02, 1.0])
+def test_what_is_far_below_a_sink_counts(form, size):
+    """The first token takes 95 % of the weight and has values near 0: the output is that of thousands of others, each of a weight near 1e-5."""
+    case = Case(form, [0], 1, "cuda", plain=True)
+    tokens, dim = 4096, form.head_dim
+    generator = torch.Generator("cuda").manual_seed(3)
+    query = torch.randn(1, 1, dim, generator=generator, device="cuda").bfloat16()
+    key, value = torch.randn(2, tokens, 1, dim, generator=generator, device="cuda") * size
+    key *= 0.1 / size
+    value[0] *= 0.05
+    value += 0.5 * size
+    strength = torch.log(torch.tensor(19.0 * tokens)) / case.scale
+    key[0] = query[0].float() * (strength / query.float().square().sum())
+    fixed = torch.tensor([16 / form.max_code, -8.0], dtype=torch.float16, device="cuda").expand(1, form.groups, 2)
+    keys, values = (None, None), (None, None)
+    if form.static:
+        keys = values = None, (fixed * size).contiguous()
+    case.lengths, case.table = [tokens], torch.arange(tokens // 64, dtype=torch.int32, device="cuda")[None]
+    case.pages = torch.zeros(tokens // 64, 1, form.page_bytes, dtype=torch.uint8, device="cuda")
+    shape = form.bits, form.group_size, form.static
+    slots = torch.arange(tokens, device="cuda")
+    ops.kv_append(case.pages, key, value, slots, *keys, 1.0, *values, 1.0, *shape, False, 0)
+    case.sequences = [[fake_quantize(x, form, *s, 1.0, False, 0) for x, s in ((key, keys), (value, values))]]
+    case.lens = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    case.tail = (*keys, *values, *shape, False)
+    expected, _ = case.exact(query)
+    error = (case.run(query).double() - expected).norm() / expected.norm()
+    assert float(error) < 1e-2, float(error)
+
+
+@gpu
 def test_a_million_tokens():
     case = Case(KVFormat(64), [1_050_000, 5], 1, "cuda", plain=True)
     query = case.query(2, torch.float16)
@@ -238,6 +272,39 @@ def test_arguments_are_checked_on_a_card():
         case.run(case.query(1, torch.bfloat16).expand(2, 2, 64))
     assert "kernel" in decode_attention.path(case.pages.device, case.form)
     assert "heads of 96" in decode_attention.path(case.pages.device, KVFormat(96))
+
+
+@gpu
+def test_what_no_kernel_takes_is_attended_to_by_the_reference():
+    """A pool without pages, pages at an odd address, queries with other strides, no sequence."""
+    case = Case(KVFormat(64), [30, 70], 2, "cuda")
+    query = case.query(4, torch.bfloat16)
+    expected = case.run(query)
+    moved = query.transpose(0, 1).contiguous().transpose(0, 1)
+    out = case.run(moved)
+    assert torch.equal(out, expected) and out.is_contiguous()
+    shifted = torch.empty(case.pages.numel() + 8, dtype=torch.uint8, device="cuda")[8:].view(case.pages.shape)
+    case.pages = shifted.copy_(case.pages)
+    case.table %= 2**30
+    torch.testing.assert_close(case.run(query), expected, rtol=2e-2, atol=2e-2)
+    case.pages = case.pages[:0].clone()
+    assert not bool(case.run(query).any())
+    case.table, case.lens = case.table[:0], case.lens[:0]
+    assert case.run(query[:0]).shape == (0, 8, 64)
+
+
+@gpu
+def test_the_first_call_may_be_in_a_graph_of_the_compiler():
+    """Rows of counts must not lie in a graph's memory: the warm-up of reduce-overhead allocates there."""
+    case = Case(KVFormat(128), [3000, 7], 2, "cuda")
+    query = case.query(4, torch.bfloat16)
+    expected = case.run(query * 2)
+    decode_attention._counts.clear()
+    decode_attention._spare.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: case.run(q * 2) + 0, mode="reduce-overhead")
+    for _ in range(5):
+        assert torch.equal(compiled(query), expected)
 
 
 @gpu

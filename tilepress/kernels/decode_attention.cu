@@ -40,8 +40,9 @@
 #define HEADS (8 * TILES)
 #define CHANNELS (D / 32)                     // of a head that a lane has in the end, neighbours
 #define LOG2E 1.4426950408889634f
-#define MARGIN 4.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
-#define LIFT 2.f
+#define MARGIN 2.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
+// As large as float16 allows: what is far below the largest must not vanish. Row-wise it is multiplied by scales, up to 511 of 4 bits and 63 of 8.
+#define LIFT (ROW_WISE ? BITS == 4 ? 5.f : 8.f : BITS == 16 ? 2.f : 12.f)
 #define FEW 4                                 // parts of blocks that are loaded at once: few of many sequences, many of a long one
 #define MANY 16
 #define JOBS (HEADS < WARPS ? 1 : HEADS / WARPS)   // heads of a segment that a warp puts together
@@ -376,9 +377,8 @@ __device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* c
 #else
   float most = 0.f, sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < D / 4; ++k) { most = fmaxf(most, fabsf(v[k])); sum += v[k]; }
+  for (int k = 0; k < D / 4; ++k) most = fmaxf(most, fabsf(v[k]));
   most = warp_max(most, 1, 4);
-  sum = warp_sum(sum, 1, 4);
   const int e = min(max((int)(__float_as_uint(most) >> 23) - 126, -100), 100);       // |q| < 2^e
   const float even = power_of_two(EVEN - e), odd = power_of_two(ODD - e);
 #pragma unroll
@@ -390,8 +390,9 @@ __device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* c
       const float by = k % 2 ? odd : even;
       query.q[k] = to_factors(v[first] * by, v[first + 4] * by);
     }
+    sum += (low_half(query.q[k]) + high_half(query.q[k])) * (BITS == 8 || k % 2 == 0 ? 1.f : power_of_two(EVEN - ODD));   // of what is multiplied
   }
-  sum *= power_of_two(-SCORE - e);
+  sum = warp_sum(sum, 1, 4) * power_of_two(-SCORE - EVEN);
   const float factor = scale * LOG2E * power_of_two(SCORE + e);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

@@ -6,7 +6,7 @@ shifts all scores of a query alike and cancels in the softmax, the values' scale
 
 import functools
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ def _attend(
     kv_heads = pages.shape[1]
     if not batch == len(seq_lens) == len(block_table):
         raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
-    if heads % kv_heads:
+    if not kv_heads or heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    form, out = KVFormat(dim, bits, group_size, static), torch.zeros_like(query, dtype=torch.float32)
+    form = KVFormat(dim, bits, group_size, static)
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse = out.new_full((batch, heads), -torch.inf)
     grouped = query.float().view(batch, kv_heads, -1, dim)
     folded = grouped if key_channels is None else grouped * key_channels[1][:, None]
@@ -127,25 +128,25 @@ _STAGES = 2  # units on their way to each warp
 _MANY = 4096  # tokens of a block that are worth longer units
 _MOST = 1024  # sequences of a launch
 _MOST_HEADS = 16  # of one load of the pages
-_SPARE = 64  # rows of zeros for graphs that are yet to be captured
-_counts: dict[tuple[int, int, int], Tensor] = {}  # of device, stream and capture
-_spare: dict[int, list[Tensor]] = {}  # of each device
+_SPARE = 64  # rows of zeros that are made at once
+_counts: dict[tuple[int, int, int], int] = {}  # addresses, of device, stream and capture
+_spare: dict[int, list[int]] = {}  # of each device
 _lock = threading.Lock()
 
 
-def _counts_of(device: torch.device, words: int) -> Tensor:
-    """Zeros that a launch counts in, and leaves as zeros. Launches of a stream follow one another and share a row; graphs run beside streams and each
-    other, so each capture has rows of its own."""
+def _counts_of(device: torch.device, words: int) -> int | Tensor:
+    """The address of zeros that a launch counts in, and leaves as zeros. Launches of a stream follow one another and share a row; graphs run beside
+    streams and each other, so each capture has rows of its own: those were made before, or else every replay writes zeros first (a tensor)."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    capturing = torch.cuda.is_current_stream_capturing()
-    key = device.index, stream, jit.capture_number(stream) if capturing else 0
+    capture = jit.capture_number(stream)
+    key = device.index, stream, capture
     with _lock:
         spare = _spare.setdefault(device.index, [])
-        if not capturing and len(spare) < _SPARE // 4:
-            spare += torch.zeros(_SPARE, words, dtype=torch.int32, device=device).unbind()
-            torch.cuda.current_stream(device).synchronize()
+        if not capture and len(spare) < _SPARE // 4:
+            first = jit.zeros_for_good(device, 4 * words * _SPARE)
+            spare += range(first, first + 4 * words * _SPARE, 4 * words)
         if key not in _counts:
-            if not spare:  # more captures in a row than rows: zeros are written again in every replay
+            if not spare:
                 return torch.zeros(words, dtype=torch.int32, device=device)
             _counts[key] = spare.pop()
         return _counts[key]
@@ -180,6 +181,14 @@ def shape_for(form: KVFormat, tiles: int, tokens: int) -> tuple[int, int]:
     short = form.head_dim * form.bits <= 256  # a row's codes are 32 bytes
     fits = tiles == 1 and form.row_bytes <= 68
     return warps, 64 if short or (fits and tokens > _MANY) else 32
+
+
+@functools.cache
+def _load(chosen: Configuration, device: torch.device) -> None:
+    """Both shapes: which one serves depends on the batch and the table's width, and a graph cannot load one."""
+    for tokens in (0, 1 << 40):
+        warps, unit = shape_for(chosen.form, chosen.tiles, tokens)
+        _kernel(replace(chosen, warps=warps, unit=unit)).load(device)
 
 
 @functools.cache
@@ -224,6 +233,7 @@ def _launch(
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
     kv_heads = pages.shape[1]
     plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
+    plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, key_channels, value_channels))
     plain &= not (name == "decode_attention_lse" and static and rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     if why_not(query.device, form, query.dtype) is not None or not plain:
@@ -232,7 +242,7 @@ def _launch(
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2 or not batch == len(seq_lens) == len(block_table):
         raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
-    if heads % kv_heads:
+    if not kv_heads or heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
     sizes = (3, kv_heads, dim), (kv_heads, form.groups, 2), (3, kv_heads, dim), (kv_heads, form.groups, 2)
     if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
@@ -255,6 +265,7 @@ def _launch(
     tokens = min(batch, _MOST) * kv_heads * -(-group // most_heads) * block_table.shape[1] * PAGE_TOKENS // blocks
     kind = query.dtype, tiles, rotate, lse is not None, out_scale is not None
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
+    _load(chosen, query.device)
     scales = None if out_scale is None else out_scale.reshape(1).float()
     # What blocks leave each other, of two segments each: float32 [most_heads, D] and [most_heads].
     parts = torch.empty(2 * blocks * most_heads * (dim + 1), dtype=torch.float32, device=query.device)
@@ -271,14 +282,14 @@ def _launch(
             out[first:].data_ptr(),
             0 if lse is None else lse[first:].data_ptr(),
             parts.data_ptr(),
-            counts.data_ptr(),
+            counts if isinstance(counts, int) else counts.data_ptr(),
             *(0 if t is None else t.data_ptr() for t in (*calibration, scales)),
             count,
             kv_heads,
             group,
             -(-group // most_heads),
             block_table.stride(0),
-            block_table.shape[1],
+            block_table.shape[1] if len(pages) else 0,
             len(pages),
             jit.float_bits(scale),
         )
@@ -305,17 +316,17 @@ for (_name, _reference), _kernel_op in zip(REFERENCES.items(), (_cuda, _cuda_lse
 
 @torch.library.register_fake("tilepress::decode_attention")
 def _(query, *_):
-    return torch.empty_like(query)
+    return query.new_empty(query.shape)
 
 
 @torch.library.register_fake("tilepress::decode_attention_lse")
 def _(query, *_):
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 @torch.library.register_fake("tilepress::decode_attention_int8")
 def _(query, *_):
-    return torch.empty_like(query, dtype=torch.int8)
+    return query.new_empty(query.shape, dtype=torch.int8)
 
 
 def path(device: torch.device, form: KVFormat, dtype: torch.dtype = torch.bfloat16) -> str:

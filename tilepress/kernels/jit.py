@@ -219,6 +219,11 @@ class Kernel:
         if status:
             raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
 
+    def load(self, device: torch.device) -> None:
+        """Compiles and loads it, as the first launch would."""
+        if device.index not in self._handles:
+            self._load(device)
+
     def _first_launch(self, device: torch.device, args: tuple) -> _Launch:
         """In this thread, on this device."""
         handle = self._handles.get(device.index) or self._load(device)
@@ -254,10 +259,25 @@ class Kernel:
 
 
 def capture_number(stream: int) -> int:
-    """Of the capture that the stream, an address, is in: no two captures of a process have the same."""
+    """Of the capture that the stream, an address, is in: no two captures of a process have the same. 0: it is in none."""
     from cuda.bindings import driver
 
-    return int(_checked(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), 1))
+    found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    active = _checked(found) == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    return int(found[2]) if active else 0
+
+
+def zeros_for_good(device: torch.device, nbytes: int) -> int:
+    """The address of zeros on a device that nobody frees, outside of torch's memory: what torch calls now may run in the memory of a graph. Waits for
+    the card."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the context
+        address = _checked(driver.cuMemAlloc(nbytes))
+        _checked(driver.cuMemsetD8(address, 0, nbytes))
+        _checked(driver.cuCtxSynchronize())
+    return int(address)
 
 
 def float_bits(value: float) -> int:
@@ -319,8 +339,8 @@ def _tensor_map(
     )
 
 
-def _checked(result: tuple, which: int = 0):
+def _checked(result: tuple):
     status, *values = result
     if int(status):
         raise TilepressError(f"the CUDA driver says {status.name}", "run `tilepress env`")
-    return values[which] if values else None
+    return values[0] if values else None

@@ -57,8 +57,11 @@ def _fits(attention: nn.Module) -> bool:
     kind = type(attention)
     if f"{kind.__module__}.{kind.__qualname__}" not in _COMMON:
         return False
-    replaced = "forward" in vars(attention) and "_old_forward" not in vars(attention)
+    replaced = "forward" in vars(attention)
+    if "_old_forward" in vars(attention):  # where accelerate's hooks keep what they found
+        replaced = getattr(attention._old_forward, "__func__", None) is not kind.forward
     norms = _norms(attention)
+    replaced |= any("forward" in vars(norm) and "_old_forward" not in vars(norm) for norm in norms)
     # Their weights are read here, without the hooks of their modules: offloaded ones are elsewhere.
     plain = all(type(norm).__module__ == kind.__module__ and not norm.weight.is_meta for norm in norms)
     return not replaced and plain and len({norm.variance_epsilon for norm in norms}) <= 1

@@ -219,6 +219,7 @@ class PagedCache(Cache):
         rows = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         slots = self.announced(key.device).slots
         ops.kv_append(self.pool.pages[layer], *rows, slots, *self._quantization(layer))
+        self._awaited.remove(layer)
 
     def rope_append(
         self,
@@ -240,6 +241,7 @@ class PagedCache(Cache):
         biases, interleaved, slots = (None, None, None), False, self.announced(key.device).slots
         between = (*biases, *norms, eps, *turns, interleaved, fold, slots)
         out = ops.rope_append(self.pool.pages[layer], *rows, *between, *self._quantization(layer))
+        self._awaited.remove(layer)
         return out.view(query.shape)
 
     def _expect(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -251,7 +253,6 @@ class PagedCache(Cache):
         # On a card a decode step looks at no value: each layer would wait for the card. NaN stays NaN in its row, and so in what attention gives.
         if self._new > 1 or key.device.type == "cpu":
             check_finite(layer, key, value)
-        self._awaited.remove(layer)
         self.pool.move(layer, key.device)
 
     def _quantization(self, layer: int) -> tuple:
