@@ -7,6 +7,7 @@ shifts all scores of a query alike and cancels in the softmax, the values' scale
 import functools
 import threading
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,34 +26,43 @@ library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
 library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale) -> Tensor")
 
 
-def _attend(
-    query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-) -> tuple[Tensor, Tensor]:
+class Cache(NamedTuple):
+    """What queries attend to: the ops' arguments behind the query."""
+
+    pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scale: float
+    key_channels: Tensor | None
+    key_fixed: Tensor | None
+    value_channels: Tensor | None
+    value_fixed: Tensor | None
+    bits: int
+    group_size: int
+    static: bool
+    rotate: bool
+
+    def form_for(self, query: Tensor) -> KVFormat:
+        """How the pages store rows. Raises ValueError for queries of other sequences or heads."""
+        (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
+        lengths, tables = len(self.seq_lens), len(self.block_table)
+        if not batch == lengths == tables:
+            raise ValueError(f"{batch} queries, {lengths} lengths and block tables of {tables} sequences")
+        if not kv_heads or heads % kv_heads:
+            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        return KVFormat(dim, self.bits, self.group_size, self.static)
+
+
+def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
     """The output in float32 and the log-sum-exp."""
-    batch, heads, dim = query.shape
-    kv_heads = pages.shape[1]
-    if not batch == len(seq_lens) == len(block_table):
-        raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
-    if not kv_heads or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    form = KVFormat(dim, bits, group_size, static)
+    form = cache.form_for(query)
+    pages, block_table, seq_lens, scale, key_channels, key_fixed, value_channels, value_fixed, *_ = cache
+    (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse = out.new_full((batch, heads), -torch.inf)
     grouped = query.float().view(batch, kv_heads, -1, dim)
     folded = grouped if key_channels is None else grouped * key_channels[1][:, None]
-    if rotate:
+    if cache.rotate:
         folded = hadamard(folded)
     for i, length in enumerate(seq_lens.tolist()):
         if not length:
@@ -80,20 +90,20 @@ def decode_attention_ref(query: Tensor, *args) -> Tensor:
     key_channels, value_channels float32 [3, heads, D] and key_fixed, value_fixed float16 [heads, groups, 2] are the calibration's. Query heads are a
     multiple of the pages' heads, neighbours share one (GQA). Computed in float32. Raises ValueError for shapes that do not fit, IndexError for
     lengths and tables beyond the pages."""
-    return _attend(query, *args)[0].to(query.dtype)
+    return _attend(query, Cache(*args))[0].to(query.dtype)
 
 
 def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
     """The same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are none.
     With it, attention over parts of a sequence can be put together."""
-    out, lse = _attend(query, *args)
+    out, lse = _attend(query, Cache(*args))
     return out.to(query.dtype), lse
 
 
 def decode_attention_int8_ref(query: Tensor, *args) -> Tensor:
     """The output as int8 codes of `out_scale` [1], the last argument: what a W8A8 projection takes."""
     *args, out_scale = args
-    return int8.quantize(_attend(query, *args)[0], out_scale.float())
+    return int8.quantize(_attend(query, Cache(*args))[0], out_scale.float())
 
 
 REFERENCES = {
@@ -207,47 +217,27 @@ def why_not(device: torch.device, form: KVFormat, dtype: torch.dtype) -> str | N
     return None if dtype in (torch.bfloat16, torch.float16) else f" ({dtype} queries)"
 
 
-def _launch(
-    name: str,
-    out_scale: Tensor | None,
-    query: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-):
+def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
     cut, a number that is no page is the last page's."""
-    batch, heads, dim = query.shape
-    form = KVFormat(dim, bits, group_size, static)
+    form = cache.form_for(query)
+    pages, block_table, seq_lens, scale, *calibration = cache[:8]
+    (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
     tail = () if out_scale is None else (out_scale,)
-    calibration = key_channels, key_fixed, value_channels, value_fixed
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
-    kv_heads = pages.shape[1]
     plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
-    plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, key_channels, value_channels))
-    plain &= not (name == "decode_attention_lse" and static and rotate)
+    plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, cache.key_channels, cache.value_channels))
+    plain &= not (name == "decode_attention_lse" and form.static and cache.rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     if why_not(query.device, form, query.dtype) is not None or not plain:
-        form_args = bits, group_size, static, rotate
-        return REFERENCES[name](query, pages, block_table, seq_lens, scale, *calibration, *form_args, *tail)
+        return REFERENCES[name](query, *cache, *tail)
     check_pages(pages, kv_heads, form)
-    if block_table.dim() != 2 or not batch == len(seq_lens) == len(block_table):
-        raise ValueError(f"{batch} queries, {len(seq_lens)} lengths and block tables of {len(block_table)} sequences")
-    if not kv_heads or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    if block_table.dim() != 2:
+        raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
     sizes = (3, kv_heads, dim), (kv_heads, form.groups, 2), (3, kv_heads, dim), (kv_heads, form.groups, 2)
     if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
         raise ValueError(f"the calibration is not of {kv_heads} heads of {dim} channels in {form.groups} groups")
-    if form.static and bits < 16 and (key_fixed is None or value_fixed is None):
+    if form.static and form.bits < 16 and (cache.key_fixed is None or cache.value_fixed is None):
         raise ValueError("a static format needs its scales")
     if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, *tail)):
         raise ValueError("the arguments are on several devices")
@@ -263,7 +253,7 @@ def _launch(
     blocks, tiles = jit.multiprocessors(query.device), 1 if group <= 8 else 2
     most_heads = 8 * tiles
     tokens = min(batch, _MOST) * kv_heads * -(-group // most_heads) * block_table.shape[1] * PAGE_TOKENS // blocks
-    kind = query.dtype, tiles, rotate, lse is not None, out_scale is not None
+    kind = query.dtype, tiles, cache.rotate, lse is not None, out_scale is not None
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
     _load(chosen, query.device)
     scales = None if out_scale is None else out_scale.reshape(1).float()
@@ -297,16 +287,16 @@ def _launch(
 
 
 def _cuda(query: Tensor, *args):
-    return _launch("decode_attention", None, query, *args)
+    return _launch("decode_attention", None, query, Cache(*args))
 
 
 def _cuda_lse(query: Tensor, *args):
-    return _launch("decode_attention_lse", None, query, *args)
+    return _launch("decode_attention_lse", None, query, Cache(*args))
 
 
 def _cuda_int8(query: Tensor, *args):
     *args, out_scale = args
-    return _launch("decode_attention_int8", out_scale, query, *args)
+    return _launch("decode_attention_int8", out_scale, query, Cache(*args))
 
 
 for (_name, _reference), _kernel_op in zip(REFERENCES.items(), (_cuda, _cuda_lse, _cuda_int8), strict=True):
