@@ -171,7 +171,6 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
             float* scales, u16* total, int n, float eps) {
   __shared__ float places[3][32];
 #if __CUDA_ARCH__ >= 900
-  launch_dependents();
   wait_for_grid();
 #endif
   const u64 mine = (u64)blockIdx.x * n;
@@ -179,6 +178,9 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
   row.load(x + mine * (OP == SILU_MUL ? 2 : 1), n);
   if (ADDS) other.load(residual + mine, n);
   if (OP == SILU_MUL) other.load(x + 2 * mine + n, n);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+#endif
   if (ADDS) {
     row.each(other, sum);
     row.store(total + mine, n);

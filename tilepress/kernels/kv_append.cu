@@ -12,10 +12,9 @@ kv_append(unsigned char* pages,               // [num_pages, heads, PAGE_BYTES]
           float step, float norm, int rotate, int refits, int tokens, int num_pages,
           const void* key, const void* value,  // [tokens, heads, D] of KIND, strides in elements
           long long key_token, long long key_head, long long value_token, long long value_head, int heads) {
-  __shared__ float rooms[4][IS_POWER(SIZE) ? 1 : SIZE];
+  __shared__ float rooms[4][ROOM];
   const int warp = threadIdx.x / 32, row = blockIdx.x * 4 + warp;
 #if __CUDA_ARCH__ >= 900
-  launch_dependents();
   wait_for_grid();
 #endif
   if (row >= tokens * heads * 2) return;
@@ -23,10 +22,15 @@ kv_append(unsigned char* pages,               // [num_pages, heads, PAGE_BYTES]
   const long long slot = slots[token];
   const Side side = is_value ? Side{value_channels, value_fixed, value_clip, 0} : Side{key_channels, key_fixed, key_clip, rotate};
   const long long at = is_value ? token * value_token + head * value_head : token * key_token + head * key_head;
-  float v[E];
-#pragma unroll
-  for (int j = 0; j < E; ++j) v[j] = element(is_value ? value : key, at + LANE + 32 * j);
+  Raw<E> raw;
+  raw.load(is_value ? value : key, at + FIRST);
   Calibration calibration;
   calibration.load(side, head, heads);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+#endif
+  float v[E];
+#pragma unroll
+  for (int j = 0; j < E; ++j) v[j] = raw[j];
   append(v, side, calibration, Place(pages, num_pages, slot, head, heads, is_value), step, norm, refits, rooms[warp]);
 }

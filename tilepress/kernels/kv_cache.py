@@ -104,11 +104,11 @@ class Quantization:
             and key.dtype in KINDS
             and slots.dtype == torch.int64
             and pages.is_contiguous()
-            and pages.data_ptr() % 4 == 0
             and all(
                 t is None or (t.dtype == dtype and t.is_contiguous())
                 for t, dtype in zip(self.tensors, wanted, strict=True)
             )
+            and all(t is None or t.data_ptr() % 32 == 0 for t in (pages, self.key_channels, self.value_channels))
         )
 
     def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: KVFormat) -> None:
@@ -167,7 +167,8 @@ def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quan
     tokens, heads, _ = key.shape
     if tokens == 0:
         return None
-    key, value, slots = in_rows(key), in_rows(value), slots.contiguous()
+    width = channels_of_lane(form)
+    key, value, slots = in_rows(key, width), in_rows(value, width), slots.contiguous()
     _append_kernel(form, key.dtype)(
         pages.device,
         blocks(tokens * heads * 2),
@@ -183,14 +184,21 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def in_rows(x: Tensor) -> Tensor:
-    """With channels in a row."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def channels_of_lane(form: KVFormat) -> int:
+    """That kv_rows.cuh loads at once."""
+    return form.head_dim // 32 if form.head_dim & (form.head_dim - 1) == 0 else 1
 
 
-def blocks(rows: int) -> int:
+def in_rows(x: Tensor, width: int) -> Tensor:
+    """With channels in rows that begin at multiples of `width` elements."""
+    starts = x.data_ptr() // x.itemsize, *x.stride()[:-1]
+    fits = x.stride(-1) == 1 and all(start % width == 0 for start in starts)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def blocks(rows: int, threads: int = THREADS) -> int:
     """Of a kernel with a warp for a row."""
-    return -(-rows // (THREADS // 32))
+    return -(-rows // (threads // 32))
 
 
 def kv_read_ref(

@@ -1,18 +1,19 @@
 // Queries, keys and values of tokens as projections give them: biases, RMS norm of queries and keys over a head, RoPE; keys and values go into the pages of a
 // cache, as kv_rows.cuh does it, queries into a tensor. To the bit what rope_append.py's reference gives where it is finite.
 //
-// A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values take longest and come first.
+// A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values, which take longest, are spread among those of queries.
 //
 // Macros: those of kv_rows.cuh; HEADS of the queries; KV_HEADS; ROTARY channels of D are rotated; INTERLEAVED 0: channel i with i + ROTARY / 2, 1: with its
-// neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in float32, the result is rounded. Grid: 4 rows a block of 128 threads; rows are tokens,
-// KV_HEADS, (key, value), then tokens, HEADS.
+// neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in float32, the result is rounded. WARPS of a block. Grid: WARPS rows a block.
 
 #include "kv_rows.cuh"
 
 #define HALF (ROTARY / 2)
-#define SWAPS (HALF % 32 == 0)                // partners are in one lane
-#define SHUFFLES (INTERLEAVED || (HALF < 32 && IS_POWER(HALF)))
-#define ROOM (IS_POWER(D) && IS_POWER(SIZE) && (SHUFFLES || SWAPS) ? 1 : D)
+#define ANGLES (INTERLEAVED ? (E + 1) / 2 : E)  // of a lane's channels
+// A lane's channels turn together, with those of one other lane or with each other, and its angles are neighbours.
+#define REGULAR (IS_POWER(D) && (!INTERLEAVED || E > 1) && HALF % ANGLES == 0)
+#undef ROOM
+#define ROOM (REGULAR && !SPLITS_BYTES ? 1 : D)
 
 struct Row { const void* x; long long token_stride, head_stride; const void* bias; const void* norm; };  // strides in elements; [heads, D] or 0; [D] or 0
 
@@ -22,29 +23,41 @@ __device__ __forceinline__ float between(float v) { return WIDE ? v : rounded(v)
 // Where channel i of the rotated ones has its cosine.
 __device__ __forceinline__ int angle(int i) { return INTERLEAVED ? i / 2 : i < HALF ? i : i - HALF; }
 
-__device__ __forceinline__ void rope(float (&v)[E], const float (&cosines)[E], const float (&sines)[E], float* room) {
+struct Angles {  // cosines or sines of a lane's channels
+  Raw<ANGLES, WIDE ? 0 : KIND> near;
+  Raw<1, WIDE ? 0 : KIND> each[REGULAR ? 1 : E];
+
+  __device__ __forceinline__ void load(const void* x, long long row) {
+    if constexpr (REGULAR) {
+      if (FIRST < ROTARY) near.load(x, row + angle(FIRST));
+    } else {
+#pragma unroll
+      for (int j = 0; j < E; ++j)
+        if (FIRST + j < ROTARY) each[j].load(x, row + angle(FIRST + j));
+    }
+  }
+  __device__ __forceinline__ float operator[](int j) const { return REGULAR ? near[INTERLEAVED ? j / 2 : j] : each[REGULAR ? 0 : j][0]; }
+};
+
+__device__ __forceinline__ void rope(float (&v)[E], const Angles& cosines, const Angles& sines, float* room) {
   float partner[E];
-  if constexpr (SHUFFLES) {
+  if constexpr (REGULAR) {
 #pragma unroll
-    for (int j = 0; j < E; ++j)
-      if (32 * j < ROTARY) partner[j] = __shfl_xor_sync(ALL, v[j], INTERLEAVED ? 1 : HALF);
-  } else if constexpr (SWAPS) {
-#pragma unroll
-    for (int j = 0; j < ROTARY / 32; ++j) partner[j] = v[j < HALF / 32 ? j + HALF / 32 : j - HALF / 32];
+    for (int j = 0; j < E; ++j) partner[j] = INTERLEAVED ? v[j ^ 1] : __shfl_sync(ALL, v[j], FIRST < HALF ? LANE + HALF / E : LANE - HALF / E);
   } else {
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < E; ++j) room[LANE + 32 * j] = v[j];
+    for (int j = 0; j < E; ++j) room[FIRST + j] = v[j];
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < E; ++j) {
-      const int i = LANE + 32 * j;
-      if (i < ROTARY) partner[j] = room[i < HALF ? i + HALF : i - HALF];
+      const int i = FIRST + j;
+      if (i < ROTARY) partner[j] = room[INTERLEAVED ? i ^ 1 : i < HALF ? i + HALF : i - HALF];
     }
   }
 #pragma unroll
   for (int j = 0; j < E; ++j) {
-    const int i = LANE + 32 * j;
+    const int i = FIRST + j;
     if (i >= ROTARY) continue;
     const bool is_first = INTERLEAVED ? i % 2 == 0 : i < HALF;
     const float straight = between(__fmul_rn(v[j], cosines[j])), turned = between(__fmul_rn(is_first ? -partner[j] : partner[j], sines[j]));
@@ -52,7 +65,7 @@ __device__ __forceinline__ void rope(float (&v)[E], const float (&cosines)[E], c
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
 rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTES]
             const long long* slots,           // [tokens]
             const float* key_channels, const float* value_channels, const u16* key_fixed, const u16* value_fixed,  // of Side
@@ -64,17 +77,17 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
             const void* query_bias, const void* key_bias, const void* value_bias, const void* query_norm, const void* key_norm,  // of Row, of KIND
             float eps, const void* cosines, const void* sines,  // [tokens, HALF], float32 or of KIND
             long long cosine_token, long long sine_token, int fold_scale) {
-  __shared__ float rooms[4][ROOM];
-  const int warp = threadIdx.x / 32, row = blockIdx.x * 4 + warp, kv_rows = tokens * (2 * KV_HEADS);
-  float* room = rooms[warp];
+  __shared__ float rooms[WARPS][ROOM];
+  float* room = rooms[threadIdx.x / 32];
 #if __CUDA_ARCH__ >= 900
-  launch_dependents();
   wait_for_grid();
 #endif
-  if (row >= kv_rows + tokens * HEADS) return;
-  const bool is_query = row >= kv_rows, is_value = !is_query && row % 2;
-  const int token = is_query ? (row - kv_rows) / HEADS : row / (2 * KV_HEADS);
-  const int head = is_query ? (row - kv_rows) % HEADS : row / 2 % KV_HEADS, kv_head = is_query ? head / (HEADS / KV_HEADS) : head;
+  constexpr u32 ROWS = HEADS + 2 * KV_HEADS;  // of a token
+  const u32 row = blockIdx.x * WARPS + threadIdx.x / 32, number = row % ROWS;
+  const int token = row / ROWS, before = number * (2 * KV_HEADS) / ROWS;  // rows of keys and values
+  if (token >= tokens) return;
+  const bool is_query = (number + 1) * (2 * KV_HEADS) / ROWS == before, is_value = !is_query && before % 2;
+  const int head = is_query ? number - before : before / 2, kv_head = is_query ? head / (HEADS / KV_HEADS) : head;
   const Row of = is_query   ? Row{query, query_token, query_head, query_bias, query_norm}
                  : is_value ? Row{value, value_token, value_head, value_bias, 0}
                             : Row{key, key_token, key_head, key_bias, key_norm};
@@ -82,30 +95,30 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
-  float v[E], bias[E], weight[E], cosine[E], sine[E];
-#pragma unroll
-  for (int j = 0; j < E; ++j) {
-    const int i = LANE + 32 * j;
-    v[j] = element(of.x, at + i);
-    bias[j] = of.bias ? element(of.bias, head * D + i) : -0.f;  // which changes nothing, not even a zero's sign
-    weight[j] = of.norm ? element(of.norm, i) : 0.f;
-    if (i < ROTARY && !is_value) {
-      const long long c = token * cosine_token + angle(i), s = token * sine_token + angle(i);
-      cosine[j] = WIDE ? ((const float*)cosines)[c] : element(cosines, c);
-      sine[j] = WIDE ? ((const float*)sines)[s] : element(sines, s);
-    }
+  Raw<E> raw, bias, weight;
+  Angles cosine, sine;
+  raw.load(of.x, at + FIRST);
+  if (of.bias) bias.load(of.bias, head * D + FIRST);
+  if (of.norm) weight.load(of.norm, FIRST);
+  if (!is_value) {
+    cosine.load(cosines, token * cosine_token);
+    sine.load(sines, token * sine_token);
   }
   Calibration calibration;
   if (!is_query || fold_scale) calibration.load(side, kv_head, KV_HEADS);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+#endif
 
+  float v[E];
 #pragma unroll
-  for (int j = 0; j < E; ++j) v[j] = rounded(__fadd_rn(v[j], bias[j]));
+  for (int j = 0; j < E; ++j) v[j] = of.bias ? rounded(__fadd_rn(raw[j], bias[j])) : raw[j];
   if (of.norm) {
-    float squares[1][E];
+    float squares[1][E], square[1][PARTS];
 #pragma unroll
     for (int j = 0; j < E; ++j) squares[0][j] = __fmul_rn(v[j], v[j]);
-    fold<D, Add>(squares, room);
-    const float mean = __fmul_rn(squares[0][0], (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
+    fold<D, Add>(squares, square, room);
+    const float mean = __fmul_rn(square[0][0], (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = rounded(__fmul_rn(weight[j], rounded(__fmul_rn(v[j], inverse))));
   }
@@ -118,12 +131,15 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
     if (side.channels)
 #pragma unroll
       for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], calibration.scale[j]);
-    if (rotate) hadamard(v, norm);
+    if (rotate) hadamard(v, norm, room);
   }
+  const long long to = ((long long)token * HEADS + head) * D + FIRST;
+  constexpr int TOGETHER = KIND ? SMALLER(E & -E, 4) : 1;
 #pragma unroll
-  for (int j = 0; j < E; ++j) {
-    const long long i = ((long long)token * HEADS + head) * D + LANE + 32 * j;
-    if (KIND == 0) ((float*)out)[i] = v[j];
-    else ((u16*)out)[i] = KIND == 1 ? to_bfloat(v[j]) : to_half(v[j]);
+  for (int j = 0; j < E; j += TOGETHER) {
+    u64 word = 0;
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) word |= KIND == 0 ? __float_as_uint(v[j]) : (u64)(KIND == 1 ? to_bfloat(v[j + i]) : to_half(v[j + i])) << 16 * i;
+    put<TOGETHER * (KIND ? 2 : 4)>((unsigned char*)out + (to + j) * (KIND ? 2 : 4), word);
   }
 }

@@ -25,13 +25,24 @@ from torch import Tensor
 from tilepress.formats import kv_int4
 from tilepress.formats.kv_int4 import KVFormat, hadamard
 from tilepress.kernels import jit, library
-from tilepress.kernels.kv_cache import KINDS, QUANTIZATION, THREADS, Quantization, address, blocks, in_rows, row_macros
+from tilepress.kernels.kv_cache import (
+    KINDS,
+    QUANTIZATION,
+    Quantization,
+    address,
+    blocks,
+    channels_of_lane,
+    in_rows,
+    row_macros,
+)
 
 library.define(
     "rope_append(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, Tensor? query_bias, Tensor? key_bias, Tensor? value_bias, "
     "Tensor? query_norm, Tensor? key_norm, float eps, Tensor cos, Tensor sin, bool interleaved, bool fold, Tensor slots, "
     f"{QUANTIZATION}) -> Tensor"
 )
+
+_THREADS = 384  # a warp for a row: few blocks start sooner than many
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,7 +140,11 @@ class _Rows:
         return (_folded(query, how) if self.fold and form.bits < 16 else query).contiguous()
 
     def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
-        query, key, value, cos, sin = map(in_rows, (self.query, self.key, self.value, self.cos, self.sin))
+        width = channels_of_lane(form)
+        query, key, value = (in_rows(x, width) for x in (self.query, self.key, self.value))
+        angles = max(1, width // 2) if self.interleaved else width
+        cos, sin = (in_rows(x, angles if self.cos.shape[1] % angles == 0 else 1) for x in (self.cos, self.sin))
+        weights = [x if x is None else in_rows(x, width) for x in self.weights]
         (tokens, heads, _), kv_heads, slots = query.shape, key.shape[1], self.slots.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if tokens == 0:
@@ -138,12 +153,12 @@ class _Rows:
         kernel = _kernel(form, key.dtype, heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide)
         kernel(
             pages.device,
-            blocks(tokens * (heads + 2 * kv_heads)),
+            blocks(tokens * (heads + 2 * kv_heads), _THREADS),
             *how.launch_arguments(pages, slots, form),
             out.data_ptr(),
             *(x.data_ptr() for x in (query, key, value)),
             *(x.stride(i) for x in (query, key, value) for i in (0, 1)),
-            *map(address, self.weights),
+            *map(address, weights),
             jit.float_bits(self.eps),
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)),
             int(self.fold),
@@ -178,13 +193,20 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
 def source(
     form: KVFormat, dtype: torch.dtype, heads: int, kv_heads: int, rotary: int, interleaved: bool, wide: bool
 ) -> str:
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "ROTARY": rotary, "INTERLEAVED": int(interleaved), "WIDE": int(wide)}
+    shape = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "ROTARY": rotary,
+        "INTERLEAVED": int(interleaved),
+        "WIDE": int(wide),
+        "WARPS": _THREADS // 32,
+    }
     return jit.source("rope_append.cu", **row_macros(form, dtype), **shape)
 
 
 @functools.cache
 def _kernel(form: KVFormat, *shape) -> jit.Kernel:
-    return jit.Kernel("rope_append", source(form, *shape), THREADS, overlaps=True)
+    return jit.Kernel("rope_append", source(form, *shape), _THREADS, overlaps=True)
 
 
 def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
