@@ -1,7 +1,7 @@
 // Decode attention over a paged cache: a query head a sequence, dequantization fused, one launch of a constant grid. Hopper: bulk copies.
 //
-// Work is a flat list of units, UNIT tokens of one KV head: sequences, in each its heads, in each its tokens. Every warp takes as many of them, in
-// order, whatever the lengths are, which are read on the device only:
+// Work is a flat list of units, UNIT tokens of one KV head: sequences, in each its heads, in each its tokens. Every block takes as many of them, in
+// order, and so does each of its warps, whatever the lengths are, which are read on the device only:
 //
 //     sequence      0                1        2                                   a segment: one sequence and head
 //     head      0   |   1    |   0 | 1 |  0      |     1      |                   a piece: what a warp has of a segment
@@ -23,6 +23,7 @@
 #define CHANNELS (D / 32)                     // of a head that a lane has in the end, neighbours
 #define FEW 4                                 // parts of blocks that are loaded at once: few of many sequences, many of a long one
 #define MANY 16
+#define WORTH_BYTES (80 << 10)                // of pages: what a block reads while another hands over
 #define JOBS (HEADS < WARPS ? 1 : HEADS / WARPS)   // heads of a segment that a warp puts together
 
 // Shared memory
@@ -50,6 +51,27 @@ __device__ __forceinline__ u32 count_to(u32* at, u32 last) {
   return v;
 }
 __device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Units in order, shared out as evenly as it goes: `more` shares of each + 1, then shares of `each`.
+struct Shares {
+  int each, more;
+
+  __device__ int begin(int share) const { return share * each + min(share, more); }
+  __device__ int of(int unit) const {
+    const int longer = more * (each + 1);
+    return unit < longer ? quotient(unit, each + 1) : more + quotient(unit - longer, each);
+  }
+};
+// Those of blocks. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over.
+__device__ __forceinline__ Shares shares_of(int total, int units, int segments) {
+  const int even = (total + BLOCKS - 1) / BLOCKS;
+  if (units > 0 && units * segments == total) {
+    const int cut = units >= even ? quotient(units, even) : 1, together = units >= even ? 1 : quotient(even + units - 1, units);
+    const int whole = together * quotient(units, cut);
+    if (whole * cut == units * together && (whole - even) * UNIT_BYTES <= WORTH_BYTES) return {whole, 0};
+  }
+  return {total / BLOCKS, total % BLOCKS};
+}
 
 struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
 
@@ -233,10 +255,12 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   for (int b = blockIdx.x; b < batch; b += BLOCKS)
     if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
 
-  const int total = prefix[batch] * heads, share = (total + BLOCKS * WARPS - 1) / (BLOCKS * WARPS), of_block = share * WARPS;
-  const int block_first = blockIdx.x * of_block, block_end = min(block_first + of_block, total);
-  if (block_first >= total) return;
-  const int first = min(block_first + share * warp, total), end = min(first + share, total), count = end - first;
+  const int total = prefix[batch] * heads;
+  const Shares blocks = shares_of(total, prefix[1], batch * heads);
+  const int block_first = blocks.begin(blockIdx.x), block_end = min(blocks.begin(blockIdx.x + 1), total);
+  if (block_first >= block_end) return;
+  const Shares warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS};
+  const int first = block_first + warps.begin(warp), count = block_first + warps.begin(warp + 1) - first;
 
   const auto find = [&](int u) -> Place {
     int low = 0, high = batch;
@@ -372,8 +396,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     const bool is_member = start_of == segment.z, inside = segment.z >= block_first && segment.w <= block_end;
     const int of_segment = output.heads_of(segment.y);
     if (!inside) {
-      const int from = quotient(segment.z, of_block);
-      const Wide found = {segment.x, segment.y, of_segment, turn, from, quotient(segment.w - 1, of_block) - from + 1};
+      const int from = blocks.of(segment.z);
+      const Wide found = {segment.x, segment.y, of_segment, turn, from, blocks.of(segment.w - 1) - from + 1};
       if (wides == 0) one = found; else other = found;
       ++wides;
     }
@@ -414,8 +438,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   fence_card();
   const int asks_for = lane / JOBS, head_asked = (asks_for ? other.turn : one.turn) + lane % JOBS * WARPS;
   const bool asks = asks_for < wides && head_asked < (asks_for ? other.heads : one.heads);
-  const int blocks = (asks_for ? other.count : one.count) - 1;
-  const bool is_last = asks && count_to(counts + (asks_for ? other.from : one.from) * HEADS + head_asked, blocks) == blocks;
+  const int last = (asks_for ? other.count : one.count) - 1;
+  const bool is_last = asks && count_to(counts + (asks_for ? other.from : one.from) * HEADS + head_asked, last) == last;
   u32 to_do = __ballot_sync(ALL, is_last);
   __syncwarp();
   for (; to_do; to_do &= to_do - 1) {
