@@ -52,25 +52,27 @@ __device__ __forceinline__ u32 count_to(u32* at, u32 last) {
 }
 __device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Units in order, shared out as evenly as it goes: `more` shares of each + 1, then shares of `each`.
+// Units in order, shared out as evenly as it goes: `more` shares of each + 1, then shares of `each`. `rate`: shares a unit, nearly.
 struct Shares {
   int each, more;
+  float rate;
 
   __device__ int begin(int share) const { return share * each + min(share, more); }
   __device__ int of(int unit) const {
-    const int longer = more * (each + 1);
-    return unit < longer ? quotient(unit, each + 1) : more + quotient(unit - longer, each);
+    const int share = (int)((float)unit * rate);           // at most one off
+    return share - (begin(share) > unit) + (begin(share + 1) <= unit);
   }
 };
-// Those of blocks. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over.
+// Of blocks. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries
+// to cut a segment into so many shares, or so many segments to a share.
 __device__ __forceinline__ Shares shares_of(int total, int units, int segments) {
-  const int even = (total + BLOCKS - 1) / BLOCKS;
-  if (units > 0 && units * segments == total) {
-    const int cut = units >= even ? quotient(units, even) : 1, together = units >= even ? 1 : quotient(even + units - 1, units);
-    const int whole = together * quotient(units, cut);
-    if (whole * cut == units * together && (whole - even) * UNIT_BYTES <= WORTH_BYTES) return {whole, 0};
-  }
-  return {total / BLOCKS, total % BLOCKS};
+  const int even = (total + BLOCKS - 1) / BLOCKS, count = threadIdx.x % 32 + 1;
+  const int whole = units < even ? count * units : (int)((float)units * inverse((float)count) + 0.5f);
+  const bool fits = units < even ? whole >= even && whole - units < even : whole >= even && whole * count == units && (count + 1) * even > units;
+  const u32 found = __ballot_sync(ALL, fits && units * segments == total && (whole - even) * UNIT_BYTES <= WORTH_BYTES);
+  if (found == 0) return {total / BLOCKS, total % BLOCKS, BLOCKS * inverse((float)total)};
+  const int share = __shfl_sync(ALL, whole, __ffs(found) - 1);
+  return {share, 0, inverse((float)share)};
 }
 
 struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
@@ -259,7 +261,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   const Shares blocks = shares_of(total, prefix[1], batch * heads);
   const int block_first = blocks.begin(blockIdx.x), block_end = min(blocks.begin(blockIdx.x + 1), total);
   if (block_first >= block_end) return;
-  const Shares warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS};
+  const Shares warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS, 0.f};
   const int first = block_first + warps.begin(warp), count = block_first + warps.begin(warp + 1) - first;
 
   const auto find = [&](int u) -> Place {
