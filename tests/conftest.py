@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -117,6 +118,15 @@ def halves(tmp_path_factory) -> tuple[Text, Path]:
     for name, part in (("calibration", documents[:4]), ("held-out", documents[4:])):
         (folder / f"{name}.jsonl").write_text("".join(part))
     return few_words(24, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory):
+    """Plain transformers, with the compressed-tensors package where `make test` has installed it."""
+    package = Path(sys.prefix) / "compressed-tensors" / "0.20.0"
+    process = Stock(tmp_path_factory.mktemp("stock"), package if package.exists() else None)
+    yield process
+    process.close()
 
 
 def with_cache(source: Path, form: KVFormat):
