@@ -2,13 +2,16 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other instead
+
 import pytest
 import torch
+from commands import Commands
 from stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -65,15 +68,12 @@ def cli(capfd):
     return run
 
 
-def command(*words, **kwargs) -> subprocess.Popen:
-    """The command line as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tilepress.cli", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    """Starts the command line as a process of its own."""
+    started = Commands(tmp_path_factory.mktemp("commands"))
+    yield started
+    started.close()
 
 
 def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:

@@ -39,6 +39,14 @@ def logits(model, ids=IDS):
         return model(ids.to(model.device)).logits.float()
 
 
+@pytest.fixture(scope="module")
+def static(tmp_path_factory, checkpoint_of):
+    """An artifact of one shard to copy."""
+    path = tmp_path_factory.mktemp("static") / "out"
+    quantize(checkpoint_of("llama", shard_size="10MB"), path, **SCHEMES["static"])
+    return path
+
+
 def stock_run(stock, path, folder):
     """What plain transformers with the compressed-tensors package makes of an artifact: its traceback if it failed, else its logits, and (input, output)
     of every quantized linear layer by name."""
@@ -221,9 +229,9 @@ LAYER = "model.layers.1.mlp.down_proj"
         (_config("config_groups", {}), "config_groups"),
     ],
 )
-def test_damaged_artifacts_do_not_load(checkpoint_of, tmp_path, cli, change, message):
+def test_damaged_artifacts_do_not_load(static, tmp_path, cli, change, message):
     path = tmp_path / "out"
-    quantize(checkpoint_of("llama", shard_size="10MB"), path, **SCHEMES["static"])
+    shutil.copytree(static, path)
     (path / "tilepress.json").unlink()
     (path / "model.safetensors.index.json").unlink()
     shard, config = next(path.glob("*.safetensors")), json.loads((path / "config.json").read_text())
@@ -237,10 +245,9 @@ def test_damaged_artifacts_do_not_load(checkpoint_of, tmp_path, cli, change, mes
     assert cli("verify", path).code in (1, 3)
 
 
-def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, cli):
+def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, static, tmp_path, cli):
     source = checkpoint_of("llama", shard_size="10MB")
-    quantize(source, tmp_path / "out", **SCHEMES["static"])
-    assert cli("verify", tmp_path / "out", "--base", source).code == 0
+    assert cli("verify", static, "--base", source).code == 0
     changes = {
         "values differ from the base": lambda t: t[f"{LAYER}.weight"][3, 4].add_(1),
         "no scale": lambda t: t[f"{LAYER}.weight_scale"][3].fill_(float("nan")),
@@ -248,7 +255,7 @@ def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, c
     }
     for message, change in changes.items():
         copy = tmp_path / message.replace(" ", "-")
-        shutil.copytree(tmp_path / "out", copy)
+        shutil.copytree(static, copy)
         shard = next(copy.glob("*.safetensors"))
         tensors = load_file(shard)
         change(tensors)
@@ -301,9 +308,9 @@ def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
     assert int8.scheme_of(config["quantization_config"]) == int8.Int8Scheme()
 
 
-def test_scales_without_a_dimension_and_patterns_in_ignore(checkpoint_of, tmp_path):
+def test_scales_without_a_dimension_and_patterns_in_ignore(static, tmp_path):
     """As other writers have them."""
-    quantize(checkpoint_of("llama", shard_size="10MB"), tmp_path / "out", **SCHEMES["static"])
+    shutil.copytree(static, tmp_path / "out")
     expected = logits(tilepress.load(tmp_path / "out"))
     (tmp_path / "out" / "tilepress.json").unlink()
     shard, config = next((tmp_path / "out").glob("*.safetensors")), tmp_path / "out" / "config.json"
