@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 from conftest import few_words, quantize
+from op_calls import Counted
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tilepress
@@ -340,19 +340,6 @@ def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
     model = tilepress.load(tmp_path / "out", device_map=places, offload_folder=tmp_path / "offload")
     assert type(model.model.layers[0].mlp.up_proj) is Int8Linear
     torch.testing.assert_close(logits(model), logits(tilepress.load(tmp_path / "out")), rtol=2e-2, atol=2e-3)
-
-
-class Counted(TorchDispatchMode):
-    """How often each of our ops ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tilepress":
-            self.calls[func._schema.name.removeprefix("tilepress::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
