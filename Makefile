@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.11+, git and make: they set up .venv first, once.
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
@@ -12,7 +13,7 @@ demo: $(READY)
 test: $(READY)
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/ruff format --check --quiet
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 clean:
 	rm -rf $(VENV)

@@ -2,13 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other instead
+
 import pytest
 import torch
+from commands import Commands
+from stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -64,15 +68,12 @@ def cli(capfd):
     return run
 
 
-def command(*words, **kwargs) -> subprocess.Popen:
-    """The command line as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tilepress.cli", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    """Starts the command line as a process of its own."""
+    started = Commands(tmp_path_factory.mktemp("commands"))
+    yield started
+    started.close()
 
 
 def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:
@@ -117,6 +118,15 @@ def halves(tmp_path_factory) -> tuple[Text, Path]:
     for name, part in (("calibration", documents[:4]), ("held-out", documents[4:])):
         (folder / f"{name}.jsonl").write_text("".join(part))
     return few_words(24, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory):
+    """Plain transformers, with the compressed-tensors package where `make test` has installed it."""
+    package = Path(sys.prefix) / "compressed-tensors" / "0.20.0"
+    process = Stock(tmp_path_factory.mktemp("stock"), package if package.exists() else None)
+    yield process
+    process.close()
 
 
 def with_cache(source: Path, form: KVFormat):

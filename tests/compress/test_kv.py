@@ -33,6 +33,14 @@ def calibrate(source, output, text=None, **settings):
     return run_recipe(KVRecipe(text or few_words(4, 64), **settings), source, output)
 
 
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory, checkpoint_of):
+    """An artifact to copy."""
+    path = tmp_path_factory.mktemp("calibrated") / "out"
+    calibrate(checkpoint_of("llama"), path)
+    return path
+
+
 def divergence_from(base, model, text, kv="sim", limit=6):
     dense = tilepress.load(base, dtype=torch.float32, kv=False)
     scores = perplexity(
@@ -396,8 +404,8 @@ def _weights(folder):
         (lambda folder: shutil.rmtree(folder / "kv_cache"), "kv_cache.json is missing"),
     ],
 )
-def test_sidecars_of_other_models_and_damaged_ones_are_refused(checkpoint_of, tmp_path, cli, change, message):
-    calibrate(checkpoint_of("llama"), tmp_path / "out")
+def test_sidecars_of_other_models_and_damaged_ones_are_refused(calibrated, tmp_path, cli, change, message):
+    shutil.copytree(calibrated, tmp_path / "out")
     change(tmp_path / "out")
     with pytest.raises(TilepressError, match=message):
         tilepress.load(tmp_path / "out")

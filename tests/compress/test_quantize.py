@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import command, few_words, quantize, run_recipe
+from conftest import few_words, quantize, run_recipe
 from families import byte_tokenizer
 from interruption import digest, stop_anywhere_and_resume
 from outliers import add_outliers
@@ -260,7 +260,7 @@ def test_another_kind_of_device_does_not_take_over(checkpoint_of, tmp_path, monk
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
-def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli):
+def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli, command):
     source = checkpoint_of("llama")
     words = ["--activations", "channel", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
     assert cli("compress", "quantize", source, "-o", tmp_path / "one", *words).code == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import few_words, quantize, run_recipe
-from torch.utils._python_dispatch import TorchDispatchMode
+from op_calls import Counted
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tilepress
@@ -95,19 +95,6 @@ def pair(monkeypatch, model, form: KVFormat = FORMS["int4 dynamic"]):
     layers = model.config.num_hidden_layers
     assert (len(fused_attention.modules(fused)), len(fused_attention.modules(separate))) == (layers, 0)
     return fused, separate
-
-
-class Counted(TorchDispatchMode):
-    """How often each of our ops ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tilepress":
-            self.calls[func._schema.name.removeprefix("tilepress::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def counts(run, *args, **kwargs) -> Counter:

@@ -2,18 +2,14 @@
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import few_words, quantize
+from op_calls import Counted
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tilepress
@@ -36,22 +32,6 @@ SCHEMES = {
     "weight-only": {"activations": "none"},
 }
 IDS = torch.arange(34).view(2, 17) * 5 % 250
-PACKAGE = Path(sys.prefix) / "compressed-tensors" / "0.20.0"
-STOCK = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-path, ids, out = sys.argv[1:]
-model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-assert not any(info[key] for key in info), info
-layers, hook = {}, lambda name: lambda _, args, y: layers.__setitem__(name, (args[0], y))
-for name, module in model.named_modules():
-    if hasattr(module, "weight_scale"):
-        module.register_forward_hook(hook(name))
-with torch.no_grad():
-    logits = model(torch.load(ids)).logits
-assert "tilepress" not in sys.modules and "compressed_tensors" in sys.modules
-torch.save((logits, layers), out)
-"""
 
 
 def logits(model, ids=IDS):
@@ -59,26 +39,28 @@ def logits(model, ids=IDS):
         return model(ids.to(model.device)).logits.float()
 
 
-def run_stock(path, folder):
-    """Plain transformers with the compressed-tensors package, in a process that does not know tilepress."""
-    if not PACKAGE.exists():
+@pytest.fixture(scope="module")
+def static(tmp_path_factory, checkpoint_of):
+    """An artifact of one shard to copy."""
+    path = tmp_path_factory.mktemp("static") / "out"
+    quantize(checkpoint_of("llama", shard_size="10MB"), path, **SCHEMES["static"])
+    return path
+
+
+def stock_run(stock, path, folder):
+    """What plain transformers with the compressed-tensors package makes of an artifact: its traceback if it failed, else its logits, and (input, output)
+    of every quantized linear layer by name."""
+    if stock.package is None:
         pytest.skip("`make test` installs compressed-tensors for this")
     torch.save(IDS, folder / "ids.pt")
-    command = [sys.executable, "-c", STOCK, path, folder / "ids.pt", folder / "stock.pt"]
-    env = os.environ | {"PYTHONPATH": str(PACKAGE)}
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
-
-
-def stock_run(path, folder):
-    """Its logits, and (input, output) of every quantized linear layer by name."""
-    ran = run_stock(path, folder)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return torch.load(folder / "stock.pt")
+    failure = stock.run(path, folder / "ids.pt", folder / "stock.pt")
+    assert "compressed_tensors" in stock.modules or failure
+    return failure, None if failure else torch.load(folder / "stock.pt")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monkeypatch, family, scheme):
+def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monkeypatch, stock, family, scheme):
     """float32, several shards, untied and tied (which has biases and odd sizes): equal but for float32 rounding, layer by layer on the same
     inputs.
 
@@ -88,7 +70,9 @@ def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monke
     source = checkpoint_of(family, torch.float32)
     quantize(source, tmp_path / "out", **SCHEMES[scheme])
     assert len(Checkpoint(tmp_path / "out").shards) > 1
-    (theirs, layers), model = stock_run(tmp_path / "out", tmp_path), tilepress.load(tmp_path / "out")
+    failure, found = stock_run(stock, tmp_path / "out", tmp_path)
+    assert failure is None, failure
+    (theirs, layers), model = found, tilepress.load(tmp_path / "out")
     ours = logits(model)
     assert len(layers) == 14
     monkeypatch.setattr(int8_layers, "_FAMILIES", {})
@@ -101,21 +85,23 @@ def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monke
     assert scheme == "dynamic-tensor" or float((off < 2e-5).float().mean()) > 0.5
 
 
-def test_one_shard_and_bfloat16(checkpoint_of, tmp_path):
+def test_one_shard_and_bfloat16(checkpoint_of, tmp_path, stock):
     """Their bfloat16 arithmetic rounds where ours counts: near, not equal."""
     quantize(checkpoint_of("llama-tied", shard_size="10MB"), tmp_path / "out")
     assert len(Checkpoint(tmp_path / "out").shards) == 1
-    theirs, ours = stock_run(tmp_path / "out", tmp_path)[0].float(), logits(tilepress.load(tmp_path / "out"))
+    failure, found = stock_run(stock, tmp_path / "out", tmp_path)
+    assert failure is None, failure
+    theirs, ours = found[0].float(), logits(tilepress.load(tmp_path / "out"))
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen3-moe"])
-def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_path, family):
+def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_path, stock, family):
     """Conv1D and experts: it must stop, and not take codes for weights."""
     quantize(checkpoint_of(family), tmp_path / "out")
-    ran = run_stock(tmp_path / "out", tmp_path)
-    assert ran.returncode != 0 and not (tmp_path / "stock.pt").exists()
-    assert "RuntimeError" in ran.stderr, ran.stderr[-2000:]
+    failure, _ = stock_run(stock, tmp_path / "out", tmp_path)
+    assert failure is not None and not (tmp_path / "stock.pt").exists()
+    assert "RuntimeError" in failure, failure
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
@@ -243,9 +229,9 @@ LAYER = "model.layers.1.mlp.down_proj"
         (_config("config_groups", {}), "config_groups"),
     ],
 )
-def test_damaged_artifacts_do_not_load(checkpoint_of, tmp_path, cli, change, message):
+def test_damaged_artifacts_do_not_load(static, tmp_path, cli, change, message):
     path = tmp_path / "out"
-    quantize(checkpoint_of("llama", shard_size="10MB"), path, **SCHEMES["static"])
+    shutil.copytree(static, path)
     (path / "tilepress.json").unlink()
     (path / "model.safetensors.index.json").unlink()
     shard, config = next(path.glob("*.safetensors")), json.loads((path / "config.json").read_text())
@@ -259,10 +245,9 @@ def test_damaged_artifacts_do_not_load(checkpoint_of, tmp_path, cli, change, mes
     assert cli("verify", path).code in (1, 3)
 
 
-def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, cli):
+def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, static, tmp_path, cli):
     source = checkpoint_of("llama", shard_size="10MB")
-    quantize(source, tmp_path / "out", **SCHEMES["static"])
-    assert cli("verify", tmp_path / "out", "--base", source).code == 0
+    assert cli("verify", static, "--base", source).code == 0
     changes = {
         "values differ from the base": lambda t: t[f"{LAYER}.weight"][3, 4].add_(1),
         "no scale": lambda t: t[f"{LAYER}.weight_scale"][3].fill_(float("nan")),
@@ -270,7 +255,7 @@ def test_verify_looks_at_codes_scales_and_vllms_rules(checkpoint_of, tmp_path, c
     }
     for message, change in changes.items():
         copy = tmp_path / message.replace(" ", "-")
-        shutil.copytree(tmp_path / "out", copy)
+        shutil.copytree(static, copy)
         shard = next(copy.glob("*.safetensors"))
         tensors = load_file(shard)
         change(tensors)
@@ -323,9 +308,9 @@ def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
     assert int8.scheme_of(config["quantization_config"]) == int8.Int8Scheme()
 
 
-def test_scales_without_a_dimension_and_patterns_in_ignore(checkpoint_of, tmp_path):
+def test_scales_without_a_dimension_and_patterns_in_ignore(static, tmp_path):
     """As other writers have them."""
-    quantize(checkpoint_of("llama", shard_size="10MB"), tmp_path / "out", **SCHEMES["static"])
+    shutil.copytree(static, tmp_path / "out")
     expected = logits(tilepress.load(tmp_path / "out"))
     (tmp_path / "out" / "tilepress.json").unlink()
     shard, config = next((tmp_path / "out").glob("*.safetensors")), tmp_path / "out" / "config.json"
@@ -355,19 +340,6 @@ def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
     model = tilepress.load(tmp_path / "out", device_map=places, offload_folder=tmp_path / "offload")
     assert type(model.model.layers[0].mlp.up_proj) is Int8Linear
     torch.testing.assert_close(logits(model), logits(tilepress.load(tmp_path / "out")), rtol=2e-2, atol=2e-3)
-
-
-class Counted(TorchDispatchMode):
-    """How often each of our ops ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tilepress":
-            self.calls[func._schema.name.removeprefix("tilepress::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
