@@ -172,10 +172,14 @@ class _Launch:
         self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
         self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
         config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
-        config.attributes, config.num_attributes = ctypes.pointer(_SERIALIZE), int(overlaps)
-        self.grid, self.stream = (
-            ctypes.c_uint.from_buffer(config),
-            ctypes.c_void_p.from_buffer(config, _Config.stream.offset),
+        config.attributes, self.overlaps = ctypes.pointer(_SERIALIZE), overlaps
+        self.grid, self.stream, self.num_attributes = (
+            kind.from_buffer(config, member.offset)
+            for kind, member in (
+                (ctypes.c_uint, _Config.grid),
+                (ctypes.c_void_p, _Config.stream),
+                (ctypes.c_uint, _Config.num_attributes),
+            )
         )
         self.pack = functools.partial(struct.Struct(f"{count}Q").pack_into, values, 0)
         addresses = ctypes.addressof(config), handle, ctypes.addressof(self.pointers)
@@ -198,8 +202,9 @@ class Kernel:
     _local: threading.local = field(default_factory=threading.local)
     _libraries: list = field(default_factory=list)
 
-    def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap") -> None:
+    def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap", alone: bool = False) -> None:
         """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses and `float_bits` too) and tensor maps, in order.
+        `alone`: not before earlier kernels have ended.
 
         Raises TilepressError with the compiler's log, or naming the driver's error."""
         index = device.index
@@ -209,7 +214,7 @@ class Kernel:
         launch.pack(*args)
         for i in launch.maps:
             launch.pointers[i] = args[i].address
-        launch.grid.value = grid
+        launch.grid.value, launch.num_attributes.value = grid, launch.overlaps and not alone
         launch.stream.value = torch._C._cuda_getCurrentRawStream(index)
         if torch._C._cuda_getDevice() == index:
             status = launch.go()

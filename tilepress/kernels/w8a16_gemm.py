@@ -49,9 +49,9 @@ def source(columns: int, dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _kernel(columns: int, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
+def _kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
     shared_bytes = slots_of(columns) * _slot_bytes(columns)
-    return jit.Kernel("w8a16_gemm", source(columns, dtype), 288, shared_bytes, overlaps)
+    return jit.Kernel("w8a16_gemm", source(columns, dtype), 288, shared_bytes, overlaps=True)
 
 
 def mma_source(columns: int, dtype: torch.dtype) -> str:
@@ -59,8 +59,8 @@ def mma_source(columns: int, dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _mma_kernel(columns: int, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
-    return jit.Kernel("w8a16_mma", mma_source(columns, dtype), 256, 4 * 2 * _TILE * columns, overlaps)
+def _mma_kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("w8a16_mma", mma_source(columns, dtype), 256, 4 * 2 * _TILE * columns, overlaps=True)
 
 
 def dequantize_source(dtype: torch.dtype) -> str:
@@ -138,11 +138,11 @@ def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     )
     if is_hopper:
         maps = jit.tensor_map(weight, _TILE, 128), jit.tensor_map(x, columns, 64)
-        _kernel(columns, x.dtype, is_ready)(x.device, grid, *maps, *numbers, m, n, k_blocks, units)
+        _kernel(columns, x.dtype)(x.device, grid, *maps, *numbers, m, n, k_blocks, units, alone=not is_ready)
     else:
         matrices = weight.data_ptr(), x.data_ptr()
         sizes = m, n, k, x.stride(0), k_blocks, units
-        _mma_kernel(columns, x.dtype, is_ready)(x.device, grid, *matrices, *numbers, *sizes)
+        _mma_kernel(columns, x.dtype)(x.device, grid, *matrices, *numbers, *sizes, alone=not is_ready)
 
 
 def _kinds(scale: Tensor, bias: Tensor | None) -> int:

@@ -126,9 +126,8 @@ class Configuration:
 
 
 @functools.cache
-def _kernel(chosen: Configuration, dtype: torch.dtype, overlaps: bool) -> jit.Kernel:
-    source = chosen.source(dtype)
-    return jit.Kernel("w8a8_gemm", source, chosen.threads, chosen.shared_bytes, overlaps)
+def _kernel(chosen: Configuration, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("w8a8_gemm", chosen.source(dtype), chosen.threads, chosen.shared_bytes, overlaps=True)
 
 
 @functools.cache
@@ -271,7 +270,7 @@ def multiply(
             jit.tensor_map(x, chosen.tokens, 128),
         )
         grid = chosen.grid(m, n, jit.multiprocessors(x.device))
-        _kernel(chosen, out_dtype, is_ready)(x.device, grid, *maps, *arguments, chosen.together)
+        _kernel(chosen, out_dtype)(x.device, grid, *maps, *arguments, chosen.together, alone=not is_ready)
     else:
         vectors = k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
         grid = -(-n // 64) * -(-m // 64)
