@@ -74,7 +74,8 @@ def _quantize(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | N
     return quantize_int8_static_ref(x, scale, zero_point), scale.float().clone()
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers' modules of Llama and its like round."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normal.to(x.dtype)
@@ -82,13 +83,13 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """x [..., n], weight [n] -> codes int8 [..., n], scale."""
-    return _quantize(_rms_norm(x, weight, eps), mode, scale, zero_point)
+    return _quantize(rms_norm(x, weight, eps), mode, scale, zero_point)
 
 
 def add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [..., n], weight [n] -> codes int8 [..., n], scale, x + residual."""
     total = (x + residual).contiguous()
-    return *_quantize(_rms_norm(total, weight, eps), mode, scale, zero_point), total
+    return *_quantize(rms_norm(total, weight, eps), mode, scale, zero_point), total
 
 
 def layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
@@ -102,14 +103,14 @@ def add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_po
     return *layer_norm_int8_ref(total, weight, bias, eps, mode, scale, zero_point), total
 
 
-def _check_even(gate_up: Tensor) -> None:
+def check_even(gate_up: Tensor) -> None:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"a gate and what it gates do not share {gate_up.shape[-1]} columns")
 
 
 def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """gate_up [..., 2 n], the gate first -> codes int8 [..., n], scale."""
-    _check_even(gate_up)
+    check_even(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return _quantize(silu(gate) * up, mode, scale, zero_point)
 
@@ -128,8 +129,8 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
 
 
 # As fused_quant.cu numbers what it does to a row.
-_QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = range(6)
-_OF_TWO_ROWS = _ADD_RMS_NORM, _ADD_LAYER_NORM, _SILU_MUL
+QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL = range(6)
+_OF_TWO_ROWS = ADD_RMS_NORM, ADD_LAYER_NORM, SILU_MUL
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 
@@ -140,12 +141,13 @@ class Configuration:
     threads: int
     parts: int  # times 8 elements a thread
 
-    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
+    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
         blocks = max(
             1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
         )  # of a multiprocessor, by their registers
-        macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
-        return jit.source("fused_quant.cu", **macros, BLOCKS=blocks, BF16=int(dtype == torch.bfloat16))
+        macros = {"OP": op, "CODES": int(codes), "STATIC": int(static), "THREADS": self.threads, "V": self.parts}
+        macros |= {"VECTORS": int(vectors), "BLOCKS": blocks, "BF16": int(dtype == torch.bfloat16)}
+        return jit.source("fused_quant.cu", **macros)
 
 
 @functools.cache
@@ -204,40 +206,40 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
 
 
 def _quantize_cuda(x, mode):
-    made = _run(_QUANTIZE, x, x.shape[-1], mode, None, None)
+    made = _run(QUANTIZE, x, x.shape[-1], mode, None, None)
     return quantize_int8_ref(x, mode) if made is None else made[:2]
 
 
 def _quantize_static_cuda(x, scale, zero_point):
-    made = _run(_QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
+    made = _run(QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
     return quantize_int8_static_ref(x, scale, zero_point) if made is None else made[0]
 
 
 def _rms_norm_cuda(x, weight, eps, mode, scale, zero_point):
-    made = _run(_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
+    made = _run(RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
     return rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) if made is None else made[:2]
 
 
 def _add_rms_norm_cuda(x, residual, weight, eps, mode, scale, zero_point):
-    made = _run(_ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
+    made = _run(ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
     return add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) if made is None else made
 
 
 def _layer_norm_cuda(x, weight, bias, eps, mode, scale, zero_point):
-    made = _run(_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
+    made = _run(LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
     return layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) if made is None else made[:2]
 
 
 def _add_layer_norm_cuda(x, residual, weight, bias, eps, mode, scale, zero_point):
-    made = _run(_ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
+    made = _run(ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
     if made is None:
         return add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point)
     return made
 
 
 def _silu_mul_cuda(gate_up, mode, scale, zero_point):
-    _check_even(gate_up)
-    made = _run(_SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
+    check_even(gate_up)
+    made = _run(SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
     return silu_mul_int8_ref(gate_up, mode, scale, zero_point) if made is None else made[:2]
 
 
