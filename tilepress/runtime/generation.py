@@ -156,9 +156,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One piece of one prompt's prefill and one decode step; returns what ended."""
-        self._begin()
-        if self.filling:
-            self._prefill(self.filling[0])
+        self.fill()
         launched = bool(self.running)
         if launched:
             self._decode()
@@ -168,12 +166,50 @@ class Engine:
             ended += self._look(self._seen.popleft())
         return ended
 
+    def clear(self) -> None:
+        """Ends all requests where they are: what waits or runs gets no more tokens."""
+        while self._seen:
+            self._seen.popleft().tolist()
+        for one in [*self.filling, *self.running.values()]:
+            self._end(one)
+        self.waiting.clear()
+        self.filling.clear()
+
     def run(self, requests: list[Request]) -> list[Completion]:
         """All of them, in their order."""
         completions = [self.submit(request) for request in requests]
         while any(completion.finish is None for completion in completions):
             self.step()
         return completions
+
+    @torch.inference_mode()
+    def fill(self) -> None:
+        """One piece of one prompt's prefill alone."""
+        self._begin()
+        if self.filling:
+            self._prefill(self.filling[0])
+
+    def fork(self, one: Completion, request: Request) -> Completion:
+        """A greedy request with the prompt of one that runs, begun with a copy of its keys and values in place of a prefill. Raises UsageError where there
+        is no such thing, or no place."""
+        source = next((running for running in self.running.values() if running.completion is one), None)
+        copies = getattr(self.backend.cache, "copy", None)
+        alike = request.prompt == one.request.prompt and request.sampling.greedy and one.request.sampling.greedy
+        if source is None or copies is None or not alike or not one.tokens or request.most != one.request.most:
+            raise UsageError("only a running request is copied, to one of its prompt and length", "submit it instead")
+        if not self._free or not self.backend.fits(request.most):
+            raise UsageError(f"{self.places} places are taken, or all pages", "make the engine with more")
+        completion = Completion(next(self._numbers), request)
+        with torch.inference_mode():
+            place = min(self._free)
+            self._free.remove(place)
+            self.backend.begin(place, request.most)
+            copies(source.place, place)
+            self.temperature[place] = 0
+            self.tokens[place], self.positions[place] = one.tokens[0], len(request.prompt)
+        completion.add(one.tokens[0])
+        self.running[place] = _Running(completion, place, len(request.prompt))
+        return completion
 
     def _begin(self) -> None:
         while self.waiting and self._free and self.backend.fits(self.waiting[0].request.most):
@@ -267,8 +303,9 @@ class Engine:
         return ended
 
     def _end(self, one: _Running) -> None:
-        del self.running[one.place]
-        self.positions[one.place] = -1
+        self.running.pop(one.place, None)
+        with torch.inference_mode():
+            self.positions[one.place] = -1
         self.backend.end(one.place)
         self._free.add(one.place)
 

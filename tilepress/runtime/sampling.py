@@ -56,7 +56,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
 def filtered(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities in falling order, float64 [rows, vocabulary], 0 where nothing may be drawn (their sum is not 1), and the tokens that they are of."""
     heat = torch.where(temperature > 0, temperature, torch.ones_like(temperature))[:, None]
-    falling, order = (logits.float() / heat).sort(-1, descending=True, stable=True)
+    falling, order = (logits.float() / heat).sort(stable=True, dim=-1, descending=True)
     place = torch.arange(logits.shape[-1], device=logits.device)
     within = (place < top_k[:, None]) | (top_k[:, None] == 0)
     probabilities = falling.double().masked_fill(~within, -torch.inf).softmax(-1)
