@@ -89,6 +89,7 @@ def quiet_libraries() -> None:
     import warnings
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -64,10 +64,7 @@ class Subject:
 
 
 def speed(
-    model: Subject,
-    base: Subject | None,
-    protocol: Protocol,
-    progress: Callable[[str], None] = lambda at: None,
+    model: Subject, base: Subject | None, protocol: Protocol, progress: Callable[[str], None] = lambda at: None
 ) -> dict:
     """The object that `eval speed --json` prints: `rows`, one a model and batch, the base's first. Raises UsageError where a card would run a reference."""
     rows, facts, bandwidth = [], None, None

@@ -43,9 +43,7 @@ def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     return layer_norm(x.contiguous(), weight.shape, weight, bias, eps)
 
 
-def add_layer_norm_ref(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_layer_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, residual [..., n], weight, bias [n] -> [..., n] and x + residual."""
     total = (x + residual).contiguous()
     return layer_norm(total, weight.shape, weight, bias, eps), total

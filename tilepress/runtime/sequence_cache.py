@@ -35,12 +35,7 @@ class PagedSequences:
     """`places` sequences of up to `max_len` tokens; `num_pages` for all of them, by default as many as they can need."""
 
     def __init__(
-        self,
-        calibration: KVCalibration,
-        device: torch.device,
-        places: int,
-        max_len: int,
-        num_pages: int | None = None,
+        self, calibration: KVCalibration, device: torch.device, places: int, max_len: int, num_pages: int | None = None
     ):
         most = -(-max_len // PAGE_TOKENS)
         self.calibration, self.device = calibration, device
