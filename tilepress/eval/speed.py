@@ -19,6 +19,7 @@ from torch import nn
 
 from tilepress.eval import kernels as bench
 from tilepress.formats import UsageError, dtype_name
+from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.generation import Engine, Request
 
 GIB = 1 << 30
@@ -142,7 +143,7 @@ def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:
     if device.type != "cuda":
         raise UsageError("--batch fit asks for what a card holds", "give numbers")
     small = Engine(model, 1, protocol.most, cache, chunk=protocol.chunk)
-    per_sequence = small.backend.cache.bytes_per_token * -(-protocol.most // 64) * 64
+    per_sequence = small.backend.cache.bytes_per_token * -(-protocol.most // PAGE_TOKENS) * PAGE_TOKENS
     del small
     _let_go()
     free, _ = torch.cuda.mem_get_info(device)

@@ -58,6 +58,13 @@ def why_not(model: nn.Module, max_len: int) -> str | None:
     return None
 
 
+def most_positions(model: nn.Module) -> int | None:
+    """Positions that a model has embeddings for; None where they are rotations, which have no end."""
+    if any(name.endswith("rotary_emb") for name, _ in model.named_modules()):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 @dataclass(frozen=True)
 class Norm:
     """RMSNorm, or with a bias LayerNorm."""
@@ -134,11 +141,9 @@ class Layer:
     def _finish(self, inner: Tensor) -> Tensor:
         outer, dtype = self.outer, inner.dtype
         if takes_codes(outer):
-            static = outer.mode, *outer.static
-            if self.activation is None:
-                codes = ops.silu_mul_int8(inner, *static)
-            else:
-                codes = ops.activation_int8(inner, self.activation, *static)
+            how = outer.mode, *outer.static
+            name = self.activation
+            codes = ops.silu_mul_int8(inner, *how) if name is None else ops.activation_int8(inner, name, *how)
             return outer.multiply(*codes, dtype)
         return outer(ops.silu_mul(inner) if self.activation is None else self.function(inner))
 
@@ -163,6 +168,8 @@ class Decoder:
                 self._from_opt(model.model.decoder)
             else:
                 self._from_llama(model.model, max_len)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of what was merged
 
     def _from_llama(self, body: nn.Module, max_len: int) -> None:
         self.embedding, self.embedded_positions = body.embed_tokens, None

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.formats import UsageError
+from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime import sampling
 from tilepress.runtime.backends import backend_for
-from tilepress.runtime.sampling import Sampling
+from tilepress.runtime.decoder import most_positions
+from tilepress.runtime.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     stop: frozenset[int] = frozenset()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
 
     def __post_init__(self):
         if not self.prompt or self.max_new_tokens < 1:
@@ -103,7 +105,7 @@ class Engine:
         chunk: int = 1024,
         graphs: bool | None = None,
     ):
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_len
+        positions = most_positions(model) or max_len
         if places < 1 or not 2 <= max_len <= positions or chunk < 1:
             raise UsageError(
                 f"{places} places for {max_len} tokens each, prefilled by {chunk}, with a model for {positions}",
@@ -141,7 +143,7 @@ class Engine:
                 f"the prompt has tokens beyond the vocabulary of {vocabulary}", "use the model's tokenizer"
             )
         pool = getattr(self.backend.cache, "pool", None)
-        if pool is not None and -(-request.most // 64) > pool.total:
+        if pool is not None and -(-request.most // PAGE_TOKENS) > pool.total:
             raise UsageError(
                 f"{request.most} tokens need more than the cache's {pool.total} pages", "give it more num_pages"
             )
@@ -316,9 +318,9 @@ class Engine:
 
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options) -> list[list[int]]:
-    """New tokens of each prompt, greedy unless `sampling` (a Sampling; each prompt gets its seed plus its number) is among the options. `stop` are token ids, by
-    default the model's own; the rest goes to Engine."""
-    how = options.pop("sampling", Sampling())
+    """New tokens of each prompt, greedy unless `sampling` (a Sampling; each prompt gets its seed plus its number) is among the options. `stop` are token
+    ids, by default the model's own; the rest goes to Engine."""
+    how = options.pop("sampling", GREEDY)
     stop = options.pop("stop", None)
     if stop is None:
         found = model.generation_config.eos_token_id

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from tilepress.formats.sparse import module_of
 from tilepress.runtime.int8 import Int8Linear, MergedInt8Linear, mergeable
@@ -30,7 +29,7 @@ class _Dense(nn.Module):
             self.bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class _Separate(nn.Module):

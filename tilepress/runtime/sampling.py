@@ -37,6 +37,9 @@ class Sampling:
         return torch.rand(count, generator=torch.Generator().manual_seed(self.seed))
 
 
+GREEDY = Sampling()
+
+
 def greedy(logits: Tensor) -> Tensor:
     """logits [rows, vocabulary] -> int64 [rows]."""
     return logits.argmax(-1)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilepress.formats.kv_calibration import KVCalibration
@@ -176,9 +177,13 @@ class ContiguousSequences:
 def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """query [rows, heads, D], the last of keys and values [1, KV heads, length, D] -> [rows, heads, D]."""
     rows, length = len(query), keys.shape[2]
-    query, mask = query.transpose(0, 1)[None], None
-    if rows < length:
-        mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
+    query = query.transpose(0, 1)[None]
+    if rows == length:
+        mask = None
+    elif query.is_cuda:  # a mask of numbers would keep torch from its fast kernels
+        mask = causal_lower_right(rows, length)
+    else:
+        mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
     gqa = query.shape[1] != keys.shape[1]
     out = scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
