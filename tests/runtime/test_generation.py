@@ -213,7 +213,7 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 4, None], ids=["16", "4", "contiguous"])
 def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, monkeypatch):
     """On kernels alone, with requests that come and go. Pages are read back for prefill by a reference: there is no kernel for that."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -229,17 +229,19 @@ def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, mo
         for name in names:
             monkeypatch.setattr(module, name, refuse)
     model = tilepress.load(source if kind == "dense" else tmp_path / "out", device="cuda")
-    kv_cache.install(model, uncalibrated(KVFormat(64, bits), 2, model.config.num_hidden_layers))
+    if bits is not None:
+        kv_cache.install(model, uncalibrated(KVFormat(64, bits), 2, model.config.num_hidden_layers))
+    cache = "contiguous" if bits is None else "auto"
     requests = [
         Request(tuple(prompt), 12 + i, sampling=Sampling(1.0 if i == 2 else 0.0, seed=i))
         for i, prompt in enumerate(PROMPTS)
     ]
     found = []
     for graphs in (True, False):
-        engine = Engine(model, places=4, max_len=128, graphs=graphs)
+        engine = Engine(model, places=4, max_len=128, cache=cache, graphs=graphs)
         found.append([one.tokens for one in engine.run(requests)])
         assert not any("reference" in path for path in engine.paths())
-        assert len(engine.backend.cache.pool.free) == engine.backend.cache.pool.total
+        assert bits is None or len(engine.backend.cache.pool.free) == engine.backend.cache.pool.total
     assert found[0] == found[1]
 
 

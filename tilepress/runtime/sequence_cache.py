@@ -155,11 +155,10 @@ class ContiguousSequences:
             return _causal(query, *(x[place, :, : step.length] for x in (keys, values)), layer.scale)
         seen = torch.arange(keys.shape[2], device=self.device) <= step.positions.clamp(min=0)[:, None]
         mask, rows = seen[:, None, None], len(query)
-        gqa = query.shape[1] != key.shape[1]
-        found = scaled_dot_product_attention(
-            query[:, :, None], keys[:rows], values[:rows], attn_mask=mask, scale=layer.scale, enable_gqa=gqa
-        )
-        return found[:, :, 0]
+        # Query heads that share a KV head as rows of one: with a mask torch has no fast kernel for groups.
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        found = scaled_dot_product_attention(grouped, keys[:rows], values[:rows], attn_mask=mask, scale=layer.scale)
+        return found.flatten(1, 2)
 
     @property
     def bytes_per_token(self) -> int:
