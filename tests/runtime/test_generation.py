@@ -205,6 +205,8 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
     for options, message in (({"places": 0}, "0 places"), ({"max_len": 1}, "a model for"), ({"cache": "x"}, "x")):
         with pytest.raises(UsageError, match=message):
             Engine(llama, **options)
+    with pytest.raises(UsageError, match="CUDA graphs need"):
+        Engine(llama, graphs=True)
     with pytest.raises(UsageError, match="no calibrated cache"):
         Engine(llama, cache="calibrated")
     with pytest.raises(UsageError, match="a model for 128"):

@@ -24,7 +24,7 @@ from tilepress.runtime.generation import Engine, Request
 
 GIB = 1 << 30
 FILLED = "one prompt prefilled, its keys and values copied to the other sequences of the batch"
-_SPARE_STEPS = 4  # that follow the timed ones: nothing ends before
+_SPARE_STEPS = 6  # beside the timed ones: nothing ends before they are over, or those that are profiled
 _PROFILED_STEPS = 3
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
 _MOST_FIT = 1024
@@ -277,7 +277,7 @@ def _shares_of_a_step(engine: Engine, request: Request, batch: int) -> list[dict
     _wait(engine.device)
     on_card = engine.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as found:
-        for _ in range(min(_PROFILED_STEPS, _SPARE_STEPS - 1)):
+        for _ in range(_PROFILED_STEPS):
             engine.step()
         _wait(engine.device)
     engine.clear()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilepress.formats import UsageError
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
+from tilepress.kernels import decode_attention
 from tilepress.runtime import kv_cache
 from tilepress.runtime.decoder import Decoder, why_not
 from tilepress.runtime.loader import paths
@@ -20,8 +21,6 @@ CACHES = ("auto", "calibrated", "bfloat16", "contiguous")
 
 class LeanBackend:
     """The lean pass; `cache` is one of CACHES: auto is the model's calibrated one, else pages of bfloat16 for a model of that dtype, else contiguous."""
-
-    captures = True
 
     def __init__(self, model: nn.Module, places: int, max_len: int, cache: str, num_pages: int | None):
         self.decoder = decoder = Decoder(model, max_len)
@@ -37,6 +36,8 @@ class LeanBackend:
                 self.cache = ContiguousSequences(*size, decoder.dtype, decoder.device, places, max_len)
             else:
                 self.cache = PagedSequences(calibration, decoder.device, places, max_len, num_pages)
+        # References look at numbers on the host, which no graph can.
+        self.captures = decoder.device.type == "cuda" and not any(" reference" in path for path in self.paths())
         self.fits, self.begin, self.end = self.cache.fits, self.cache.begin, self.cache.end
 
     def prefill(self, place: int, tokens: Tensor, first: int) -> Tensor:
@@ -54,7 +55,11 @@ class LeanBackend:
 
 
 def _pages_serve(decoder: Decoder) -> bool:
-    return decoder.dtype == torch.bfloat16 and decoder.head_dim % 32 == 0
+    """Whether pages of bfloat16 lose nothing, and on a card have a kernel."""
+    if decoder.dtype != torch.bfloat16 or decoder.head_dim % 32:
+        return False
+    form = KVFormat(decoder.head_dim, 16)
+    return decoder.device.type != "cuda" or decode_attention.why_not(decoder.device, form, decoder.dtype) is None
 
 
 class ModelBackend:

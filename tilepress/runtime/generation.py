@@ -114,7 +114,9 @@ class Engine:
         self.model, self.places, self.max_len, self.chunk = model, places, max_len, chunk
         self.device = next(model.parameters()).device
         self.backend = backend_for(model, places, max_len, cache, num_pages)
-        self.graphs = self.backend.captures and self.device.type == "cuda" if graphs is None else graphs
+        self.graphs = self.backend.captures if graphs is None else graphs
+        if self.graphs and not self.backend.captures:
+            raise UsageError("CUDA graphs need a card, and kernels for the whole step", "leave graphs out")
         self.waiting: deque[Completion] = deque()
         self.filling: deque[_Running] = deque()
         self.running: dict[int, _Running] = {}  # by place: those that decode
