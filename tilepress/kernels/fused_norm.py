@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
 from tilepress.kernels import fused_quant, jit, library
-from tilepress.kernels.fused_quant import MOST_COLUMNS, Configuration, check_even, configuration_for, rms_norm
+from tilepress.kernels.fused_quant import Configuration, check_even, configuration_for, rms_norm, why_not
 
 library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 library.define("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -66,14 +66,6 @@ def path(device: torch.device, dtype: torch.dtype, columns: int) -> str:
     """Which implementation serves rows of a dtype on a device: what results report."""
     why = why_not(device, dtype, columns)
     return f"fused_norm {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
-
-
-def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
-    if (why := jit.why_not(device)) is not None:
-        return why
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f" ({dtype})"
-    return None if 0 < columns <= MOST_COLUMNS else f" (rows of {columns})"
 
 
 def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=0.0) -> tuple[Tensor, Tensor] | None:

@@ -163,13 +163,27 @@ def configuration_for(columns: int, is_full: bool) -> Configuration:
     return Configuration(-(-eights // parts // 32) * 32, parts)
 
 
+def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+    """Why references serve rows of a dtype (nothing to say of the CPU), or None where the kernel does."""
+    if (why := jit.why_not(device)) is not None:
+        return why
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f" ({dtype})"
+    return None if 0 < columns <= MOST_COLUMNS else f" (rows of {columns})"
+
+
+def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool = False) -> str:
+    """Which implementation serves rows on a device: what results report; `one_scale` is found at run time for a whole tensor."""
+    why = why_not(device, dtype, columns)
+    why = " (a scale for the whole tensor)" if why is None and one_scale else why
+    return f"fused_quant {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+
+
 def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
     """Codes, scale and the sum with `residual`; None where references must serve."""
     given = [t for t in (residual, weight, bias) if t is not None]
     if (
-        jit.why_not(x.device) is not None
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or not 0 < n <= MOST_COLUMNS
+        why_not(x.device, x.dtype, n) is not None
         or (scale is None and mode == PER_TENSOR)
         or any(t.dtype != x.dtype or t.device != x.device for t in given)
         or any(t is not None and (t.shape != (n,) or not t.is_contiguous()) for t in (weight, bias))

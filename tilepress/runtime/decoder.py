@@ -10,7 +10,7 @@ Tokens of a pass are rows: one of each sequence in decoding, a piece of one sequ
 business (runtime/sequence_cache.py). Roundings are those of the model's own modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.activations import ACT2FN
 
-from tilepress.kernels import fused_norm
+from tilepress.kernels import fused_norm, fused_quant
 from tilepress.runtime.int8 import Int8Linear
 from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.projections import merge
@@ -261,6 +261,22 @@ class Decoder:
                 else:
                     name = f"torch linear on {self.device.type}"
                 found[name] = found.get(name, 0) + 1
-        columns = max(layer.outer.in_features for layer in self.layers)
-        found[fused_norm.path(self.device, self.dtype, columns)] = 2 * len(self.layers) + 1
+        for name in self._norm_paths():
+            found[name] = found.get(name, 0) + 1
         return found
+
+    def _norm_paths(self) -> Iterator[str]:
+        """Of norms and activations, by what they make."""
+        where, hidden = (self.device, self.dtype), len(self.final_norm.weight)
+        for layer in self.layers:
+            inputs = [(layer.qkv, hidden), (layer.inner, hidden)]
+            inputs += [(linear, linear.in_features) for linear in (layer.out, layer.outer)]
+            for linear, columns in inputs:
+                if takes_codes(linear):
+                    one_scale = linear.mode == fused_quant.PER_TENSOR and linear.static[0] is None
+                    yield fused_quant.path(*where, columns, one_scale)
+                elif linear is layer.outer and layer.activation is not None:
+                    yield f"torch activation on {self.device.type}"
+                elif linear is not layer.out:  # what attention gives stands between nothing
+                    yield fused_norm.path(*where, columns)
+        yield fused_norm.path(*where, hidden)
