@@ -335,6 +335,56 @@ def perplexity(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+@evaluate.command(epilog="Example: tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192")
+def speed(
+    model: Model,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Time this model in the same run.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="LIST", help="Sequences at a time; fit: as many as the card holds.")
+    ] = "1,16",
+    context: Annotated[int, typer.Option(help="Tokens of each sequence before the timed ones.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
+    runs: Annotated[int, typer.Option(help="How often, for the spread.")] = 5,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are prefilled at once.")] = 2048,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
+
+    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed.
+    """
+    from tilepress.eval.speed import Protocol, Subject, speed as measure
+    from tilepress.runtime.loader import load
+
+    screen.quiet_libraries()
+    batches = tuple("fit" if part == "fit" else parse_list(part, "batch")[0] for part in batch.split(","))
+    protocol = Protocol(batches, context, new_tokens, runs, chunk, seed)
+    options = {"dtype": parse_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
+    options["device"] = parse_device(device)
+    path = str(_open(model, revision).path)
+    subject = Subject(model, lambda: load(path, **options))
+    other = None if base is None else Subject(base, lambda: load(base, kv=False, **options))
+    if output is not None:  # what cannot be written is told before the work
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
+    found = measure(subject, other, protocol, (lambda at: None) if quiet else say)
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=2) if json_ else screen.speed_text(found))
+
+
 _SHAPES = {  # of weights M x K, weights N x K, tokens x hidden; of attention as eval.attention.Shape says
     "spmm": "4096x4096,8192x8192,11008x4096,28672x8192,36864x9216",
     "w8a8": "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192",

@@ -4,6 +4,7 @@ import sys
 import time
 
 _PLAIN_EVERY_S = 10.0
+_KERNELS_SHOWN = 6
 
 
 class Bar:
@@ -88,6 +89,7 @@ def quiet_libraries() -> None:
     import warnings
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -273,6 +275,42 @@ def inspection_text(found: dict, memory_gib: float) -> str:
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
     cache = "\n\n" + kv_text(found["kv_cache"], memory_gib) if found.get("kv_cache") else ""
     return table(title, head, rows) + f"\n\n  {total}" + cache
+
+
+def _with_spread(row: dict, name: str, form: str) -> str:
+    return f"{row[name]:{form}} ± {row[f'{name}_spread'] / 2:.1%}"
+
+
+def speed_text(found: dict) -> str:
+    """A row a model and batch, then what ran and where a step's time went."""
+    protocol, env = found["protocol"], found["env"]
+    where = env["card"] or f"{env['threads']} threads of a CPU"
+    title = f"{where}, torch {env['torch']}: context {protocol['context']}, {protocol['new_tokens']} steps, {protocol['runs']} runs (± half of their spread)"
+    head = ["model", "batch", "weights GiB", "KV GiB", "peak GiB", "first token ms", "per token ms"]
+    head += ["tokens/s", "per GPU-second", "of read bandwidth", "speed-up"]
+    rows, notes = [], []
+    for row in found["rows"]:
+        name = row["model"] + (" (base)" if row["is_base"] else "")
+        if not row["fits"]:
+            rows.append([name, str(row["asked"]), "does not fit", *[""] * (len(head) - 3)])
+            continue
+        rows.append(
+            [
+                name,
+                str(row["batch"]),
+                f"{row['weights_gib']:.3f}",
+                *(_cell(row[part], ".3f") for part in ("kv_gib", "peak_gib")),
+                *(_with_spread(row, part, ".2f") for part in ("ttft_ms", "tpot_ms")),
+                *(_with_spread(row, part, ".1f") for part in ("tokens_per_s", "tokens_per_gpu_s")),
+                _cell(row["share_of_read"], ".0%"),
+                _with_spread(row, "speedup", ".2f") if "speedup" in row else "",
+            ]
+        )
+        ran = "; ".join(f"{count} x {path}" for path, count in row["paths"].items())
+        notes.append(f"  {name}, batch {row['batch']}: cache {row['cache']}; ran {ran}")
+        longest = [f"{part['share']:.0%} {part['kernel'][:60]}" for part in row["step"][:_KERNELS_SHOWN]]
+        notes.append(f"    of a step's time: {', '.join(longest)}")
+    return table(title, head, rows) + f"\n\n  {protocol['filled']}\n" + "\n".join(notes)
 
 
 def _times(row: dict) -> list[str]:

@@ -3,9 +3,9 @@
 // What OP makes of a row is rounded to 16 bits where transformers' own modules round; then codes = round(value / scale + zero point), half to even, saturated,
 // with the quotient rounded as a division's. Scale: given for all rows, or of each row absmax / 127.5 (float32's epsilon for a row of zeros). NaN and
 // infinities give a row the scale NaN or infinity, and so NaN in all that is multiplied with it; with a given scale NaN becomes the code 0, infinities
-// saturate.
+// saturate. Without CODES the row is stored as it is, in 16 bits.
 //
-// Macros: OP, one of those below; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
+// Macros: OP, one of those below; CODES 0 | 1; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
 // any alignment); BLOCKS of a multiprocessor; BF16.
 
 #include "scales.cuh"
@@ -198,6 +198,7 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
       return to_values((low(pair) - mean) * inverse * low(w) + low(b), (high(pair) - mean) * inverse * high(w) + high(b));
     });
   }
+  if (!CODES) return row.store((u16*)codes, n);
   float by, zero = 0.f;
   if (STATIC) {
     by = Numbers{scale, scale_kind, 0}[0];

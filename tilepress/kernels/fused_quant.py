@@ -74,7 +74,8 @@ def _quantize(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | N
     return quantize_int8_static_ref(x, scale, zero_point), scale.float().clone()
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers' modules of Llama and its like round."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normal.to(x.dtype)
@@ -82,13 +83,13 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """x [..., n], weight [n] -> codes int8 [..., n], scale."""
-    return _quantize(_rms_norm(x, weight, eps), mode, scale, zero_point)
+    return _quantize(rms_norm(x, weight, eps), mode, scale, zero_point)
 
 
 def add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [..., n], weight [n] -> codes int8 [..., n], scale, x + residual."""
     total = (x + residual).contiguous()
-    return *_quantize(_rms_norm(total, weight, eps), mode, scale, zero_point), total
+    return *_quantize(rms_norm(total, weight, eps), mode, scale, zero_point), total
 
 
 def layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
@@ -102,14 +103,14 @@ def add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_po
     return *layer_norm_int8_ref(total, weight, bias, eps, mode, scale, zero_point), total
 
 
-def _check_even(gate_up: Tensor) -> None:
+def check_even(gate_up: Tensor) -> None:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"a gate and what it gates do not share {gate_up.shape[-1]} columns")
 
 
 def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]:
     """gate_up [..., 2 n], the gate first -> codes int8 [..., n], scale."""
-    _check_even(gate_up)
+    check_even(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return _quantize(silu(gate) * up, mode, scale, zero_point)
 
@@ -128,8 +129,8 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
 
 
 # As fused_quant.cu numbers what it does to a row.
-_QUANTIZE, _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM, _ADD_LAYER_NORM, _SILU_MUL = range(6)
-_OF_TWO_ROWS = _ADD_RMS_NORM, _ADD_LAYER_NORM, _SILU_MUL
+QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL = range(6)
+_OF_TWO_ROWS = ADD_RMS_NORM, ADD_LAYER_NORM, SILU_MUL
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 
@@ -140,12 +141,13 @@ class Configuration:
     threads: int
     parts: int  # times 8 elements a thread
 
-    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> str:
+    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
         blocks = max(
             1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
         )  # of a multiprocessor, by their registers
-        macros = {"OP": op, "STATIC": int(static), "THREADS": self.threads, "V": self.parts, "VECTORS": int(vectors)}
-        return jit.source("fused_quant.cu", **macros, BLOCKS=blocks, BF16=int(dtype == torch.bfloat16))
+        macros = {"OP": op, "CODES": int(codes), "STATIC": int(static), "THREADS": self.threads, "V": self.parts}
+        macros |= {"VECTORS": int(vectors), "BLOCKS": blocks, "BF16": int(dtype == torch.bfloat16)}
+        return jit.source("fused_quant.cu", **macros)
 
 
 @functools.cache
@@ -161,13 +163,27 @@ def configuration_for(columns: int, is_full: bool) -> Configuration:
     return Configuration(-(-eights // parts // 32) * 32, parts)
 
 
+def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+    """Why references serve rows of a dtype (nothing to say of the CPU), or None where the kernel does."""
+    if (why := jit.why_not(device)) is not None:
+        return why
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f" ({dtype})"
+    return None if 0 < columns <= MOST_COLUMNS else f" (rows of {columns})"
+
+
+def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool = False) -> str:
+    """Which implementation serves rows on a device: what results report; `one_scale` is found at run time for a whole tensor."""
+    why = why_not(device, dtype, columns)
+    why = " (a scale for the whole tensor)" if why is None and one_scale else why
+    return f"fused_quant {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+
+
 def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
     """Codes, scale and the sum with `residual`; None where references must serve."""
     given = [t for t in (residual, weight, bias) if t is not None]
     if (
-        jit.why_not(x.device) is not None
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or not 0 < n <= MOST_COLUMNS
+        why_not(x.device, x.dtype, n) is not None
         or (scale is None and mode == PER_TENSOR)
         or any(t.dtype != x.dtype or t.device != x.device for t in given)
         or any(t is not None and (t.shape != (n,) or not t.is_contiguous()) for t in (weight, bias))
@@ -204,40 +220,40 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
 
 
 def _quantize_cuda(x, mode):
-    made = _run(_QUANTIZE, x, x.shape[-1], mode, None, None)
+    made = _run(QUANTIZE, x, x.shape[-1], mode, None, None)
     return quantize_int8_ref(x, mode) if made is None else made[:2]
 
 
 def _quantize_static_cuda(x, scale, zero_point):
-    made = _run(_QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
+    made = _run(QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
     return quantize_int8_static_ref(x, scale, zero_point) if made is None else made[0]
 
 
 def _rms_norm_cuda(x, weight, eps, mode, scale, zero_point):
-    made = _run(_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
+    made = _run(RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
     return rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) if made is None else made[:2]
 
 
 def _add_rms_norm_cuda(x, residual, weight, eps, mode, scale, zero_point):
-    made = _run(_ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
+    made = _run(ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
     return add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) if made is None else made
 
 
 def _layer_norm_cuda(x, weight, bias, eps, mode, scale, zero_point):
-    made = _run(_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
+    made = _run(LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
     return layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) if made is None else made[:2]
 
 
 def _add_layer_norm_cuda(x, residual, weight, bias, eps, mode, scale, zero_point):
-    made = _run(_ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
+    made = _run(ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
     if made is None:
         return add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point)
     return made
 
 
 def _silu_mul_cuda(gate_up, mode, scale, zero_point):
-    _check_even(gate_up)
-    made = _run(_SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
+    check_even(gate_up)
+    made = _run(SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
     return silu_mul_int8_ref(gate_up, mode, scale, zero_point) if made is None else made[:2]
 
 

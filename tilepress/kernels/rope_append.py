@@ -45,15 +45,16 @@ library.define(
 _THREADS = 384  # a warp for a row: few blocks start sooner than many
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], weight [D] -> the RMS norm over a head."""
     wide = x.float()
     mean = kv_int4.fold(wide * wide) * (1 / x.shape[-1])
     root = torch.sqrt((mean + eps).double()).float()  # float32's own is not rounded correctly everywhere (MKL)
     return weight * (wide * (1 / root)).to(x.dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [tokens, heads, D] after RoPE."""
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [tokens, heads, D] after RoPE; cos and sin [tokens, rotary / 2]."""
     half = cos.shape[-1]
     turning, rest = x[..., : 2 * half].to(cos.dtype), x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
@@ -133,8 +134,8 @@ class _Rows:
             (self.value, self.value_bias, None, False),
         ):
             x = x if bias is None else x + bias.view(-1, form.head_dim)
-            x = x if norm is None else _normalized(x, norm, self.eps)
-            rows.append(_turned(x, self.cos, self.sin, self.interleaved) if turns else x)
+            x = x if norm is None else normalized(x, norm, self.eps)
+            rows.append(turned(x, self.cos, self.sin, self.interleaved) if turns else x)
         query, key, value = rows
         how.store(pages, key, value, self.slots, form)
         return (_folded(query, how) if self.fold and form.bits < 16 else query).contiguous()
