@@ -719,7 +719,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     if len(warnings) > _WARNINGS_SHOWN:
         say(f"warning: {len(warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     if recipe.command.startswith("compress") and not how.quiet:
-        say(f"next: tilepress eval perplexity {output} --base {checkpoint.path}")
+        say(f"next: tilepress eval perplexity {output} --base {getattr(recipe, 'base', None) or checkpoint.path}")
 
 
 def _open(model: str, revision: str | None):
