@@ -147,7 +147,7 @@ def test_windows_are_pieces_of_the_text_and_never_the_held_out_end():
 def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family, blocks):
     base, pruned = checkpoint_of(family), tmp_path / "pruned"
     prune(base, pruned, 0.5)
-    manifest = recover(pruned, base, tmp_path / "out", blocks=blocks, lr=2e-3, nsamples=8)
+    manifest = recover(pruned, base, tmp_path / "out", blocks=blocks, lr=2e-4, nsamples=8)
     told = manifest["recovery"]
     assert told["zeros_held"] == assert_zeros_held(pruned, tmp_path / "out")
     if blocks:
