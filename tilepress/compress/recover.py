@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -28,6 +29,7 @@ from tilepress.formats.artifact import sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import Checkpoint, read_json
 
 FACTS = "recovery.json"  # in the work folder
+_MOST_TOKENS = 8 << 20  # of text read; what training sees beyond are the same again, cut from other offsets
 _PRUNED_FROM = 0.01  # share of zeros from which a weight counts as pruned
 _UNLIKE = 0.3  # cosine of kept weights and the base's below which the base is another model
 
@@ -63,9 +65,8 @@ class RecoverRecipe(Recipe):
     def find_targets(
         self, checkpoint: Checkpoint, trust_remote_code: bool = False
     ) -> tuple[list[Target], list[LeftAlone]]:
-        inner = self.prune.find_targets if self.prune else None
-        if inner:
-            return inner(checkpoint, trust_remote_code)
+        if self.prune:
+            return self.prune.find_targets(checkpoint, trust_remote_code)
         return find_targets(checkpoint, (), trust_remote_code)
 
     def layout(self, target: Target) -> Layout:
@@ -170,12 +171,10 @@ def recover(plan: Plan, recipe: RecoverRecipe, inner: dict, device: str, progres
     recovery, source = recipe.recovery, Checkpoint(plan.source)
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
     tokenizer = load_tokenizer(plan.source, recipe.trust_remote_code)
-    needed = recovery.steps * recovery.batch * recovery.seqlen
-    if recovery.blocks:
-        needed = min(needed, recovery.nsamples * recovery.seqlen)
-    ids = token_ids(
-        tokenizer, recovery.dataset, needed + HELD_OUT * recovery.seqlen, seed=recovery.seed, special_tokens=False
-    )
+    seen = recovery.steps * recovery.batch * recovery.seqlen
+    needed = min(seen, recovery.nsamples * recovery.seqlen if recovery.blocks else _MOST_TOKENS)
+    needed += HELD_OUT * recovery.seqlen
+    ids = token_ids(tokenizer, recovery.dataset, needed, seed=recovery.seed, special_tokens=False)
     stream = Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed)
     identity = _identity(plan, base, ids, device)
     if (plan.work / FACTS).exists() and read_json(plan.work / FACTS).get("identity") == identity:
@@ -199,20 +198,19 @@ def recover(plan: Plan, recipe: RecoverRecipe, inner: dict, device: str, progres
         "learning_rate": training.peak_lr,
         "text_tokens": len(ids),
         "held_out_tokens": stream.held * recovery.seqlen,
-        "tokens": needed if not recovery.blocks else recovery.steps * recovery.batch * recovery.seqlen,
+        "tokens": seen,
         "computed_in": "bfloat16" if pair.student.device.type == "cuda" else "float32",
         "device": pair.student.device.type,
         "warnings": [],
     }
     if not recipe.prune:
         facts["base"] = [{"name": name, "sha256": sha256_file(base.path / name)} for name in base.shards]
+    where = plan.work, identity, progress
     try:
         with same_every_time():
             if recovery.blocks:
                 windows = [*stream.batch(0, min(recovery.nsamples, stream.per_epoch)), *stream.held_out]
-                facts |= train_blocks(
-                    pair, plan.targets, windows, stream.held, training, dtypes, plan.work, identity, progress
-                )
+                facts |= train_blocks(pair, plan.targets, windows, stream.held, training, dtypes, *where)
             else:
                 stream = stream.to(pair.student.device)
                 keeps = keeps_activations(source, plan.targets, recovery)
@@ -258,7 +256,8 @@ def _pair(
 def _identity(plan: Plan, base: Checkpoint, ids: list[int], device: str) -> str:
     files = [plan.source / shard.source for shard in plan.shards] + [base.path / name for name in base.shards]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    facts = [plan.fingerprint, stats, hashlib.sha256(json.dumps(ids).encode()).hexdigest(), torch.device(device).type]
+    text = hashlib.sha256(np.array(ids).tobytes()).hexdigest()
+    facts = [plan.fingerprint, stats, text, torch.device(device).type]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
