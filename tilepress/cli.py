@@ -157,6 +157,9 @@ def recover(
             help="Kept weights of linear layers; also norms and biases; also embeddings and the output head.",
         ),
     ] = "all",
+    noise: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of input tokens, replaced by random ones for both models.")
+    ] = 0.0,
     blocks: Blocks = False,
     nsamples: Annotated[int, typer.Option(help="With --blocks: windows of text.")] = 128,
     seed: Seed = 0,
@@ -174,7 +177,7 @@ def recover(
     checkpoint, dense = _open(model, how.revision), _open(base, None)
     text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)
     recovery = Recovery(
-        steps, text.dataset, text.seqlen, seed, batch, micro_batch, lr, hidden_loss, train, blocks, nsamples
+        steps, text.dataset, text.seqlen, seed, batch, micro_batch, lr, hidden_loss, train, blocks, nsamples, noise
     )
     recipe = RecoverRecipe(
         recovery,

@@ -175,7 +175,7 @@ def recover(plan: Plan, recipe: RecoverRecipe, inner: dict, device: str, progres
     needed = min(seen, recovery.nsamples * recovery.seqlen if recovery.blocks else _MOST_TOKENS)
     needed += HELD_OUT * recovery.seqlen
     ids = token_ids(tokenizer, recovery.dataset, needed, seed=recovery.seed, special_tokens=False)
-    stream = Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed)
+    stream = Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed, recovery.noise)
     identity = _identity(plan, base, ids, device)
     if (plan.work / FACTS).exists() and read_json(plan.work / FACTS).get("identity") == identity:
         progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))

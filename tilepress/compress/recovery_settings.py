@@ -27,6 +27,7 @@ class Recovery:
     train: str = "all"  # kept | norms | all
     blocks: bool = False  # block by block
     nsamples: int = 128  # windows, block by block
+    noise: float = 0.0  # share of input tokens that others of the text replace, for both models
 
     def __post_init__(self):
         for name, value, least in (
@@ -43,6 +44,8 @@ class Recovery:
             raise UsageError(f"--lr {self.lr:g} is not between 0 and 1", "leave it out, or try 0.0003")
         if not 0 <= self.hidden_loss < float("inf"):
             raise UsageError(f"--hidden-loss {self.hidden_loss:g} is no weight", "0 leaves hidden states out")
+        if not 0 <= self.noise < 1:
+            raise UsageError(f"--noise {self.noise:g} is no share below 1", "0.05 replaces a token in twenty")
         if self.train not in TRAIN:
             raise UsageError(f"--train {self.train} is unknown", f"choose one of {', '.join(TRAIN)}")
 

@@ -58,10 +58,12 @@ class Stream:
     Which windows a step gets depends on the seed and the step alone. The stream's end is held out.
     """
 
-    def __init__(self, ids: list[int], start: list[int], seqlen: int, seed: int):
-        """`start`: what the tokenizer puts before a text. Raises UsageError for a text of less than two windows."""
+    def __init__(self, ids: list[int], start: list[int], seqlen: int, seed: int, noise: float = 0.0):
+        """`start`: what the tokenizer puts before a text; `noise`: the share of tokens that others of the text replace, not in the held-out end.
+
+        Raises UsageError for a text of less than two windows."""
         self.start = torch.tensor(start, dtype=torch.long)
-        self.span, self.seed = seqlen - len(start), seed
+        self.span, self.seed, self.noise = seqlen - len(start), seed, noise
         whole = len(ids) // self.span
         if whole < 2:
             raise UsageError(
@@ -80,7 +82,13 @@ class Stream:
         """[count, seqlen]"""
         starts = torch.stack([self._first(number) for number in range(step * count, (step + 1) * count)])
         at = starts.to(self.ids.device)[:, None] + torch.arange(self.span, device=self.ids.device)
-        return self._with_start(self.ids[at])
+        rows = self.ids[at]
+        if self.noise:
+            generator = torch.Generator().manual_seed((self.seed << 32) + step)
+            replaced = torch.rand(rows.shape, generator=generator) < self.noise
+            others = torch.randint(len(self.ids), rows.shape, generator=generator)
+            rows = torch.where(replaced.to(rows.device), self.ids[others.to(rows.device)], rows)
+        return self._with_start(rows)
 
     def to(self, device: torch.device) -> "Stream":
         self.start, self.ids, self.held_out = (t.to(device) for t in (self.start, self.ids, self.held_out))
