@@ -273,6 +273,12 @@ def _check_base(source: Checkpoint, base: Checkpoint, targets: list[Target]) -> 
     packed = [weight.name for weight in base.weights.values() if weight.layout != "dense"]
     if packed:
         raise UsageError(f"the base {base.name} is compressed itself ({packed[0]})", hint)
+    for key, ours, theirs in (
+        ("model_type", source.config.get("model_type"), base.config.get("model_type")),
+        ("vocab_size", source.text_config.get("vocab_size"), base.text_config.get("vocab_size")),
+    ):
+        if ours != theirs:
+            raise UsageError(f"{source.name} has {key} {ours}, the base {base.name} {theirs}", hint)
     for target in targets:
         shape = (target.cols, target.rows) if target.transposed else (target.rows, target.cols)
         theirs = base.tensors.get(target.name)
