@@ -206,7 +206,6 @@ def train_model(
             parameter.copy_(parameter.to(dtypes[name]))
     after = held_out()
     write_tensors(folder / "recovered-0.safetensors", _stored(pair.same_memory(parameters), dtypes))
-    saved.path.unlink(missing_ok=True)
     return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters, masked)
 
 
