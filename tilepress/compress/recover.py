@@ -113,10 +113,11 @@ class RecoverRecipe(Recipe):
         return "blocks" if self.recovery.blocks else "model"
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+        ids, stream = _text(plan, self)  # first, so that too little of it is told before the work
         inner = self.prune.prepare(plan, rank, device, progress) if self.prune else {}
         if inner is None:
             return None
-        recover(plan, self, inner, device, progress)
+        recover(plan, self, inner, ids, stream, device, progress)
         return {"prune": inner, "recovered": Recovered(plan.work)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -163,19 +164,24 @@ class Recovered:
         return self._files[name].get_tensor(name) if name in self._files else None
 
 
-def recover(plan: Plan, recipe: RecoverRecipe, inner: dict, device: str, progress: Progress) -> None:
+def _text(plan: Plan, recipe: RecoverRecipe) -> tuple[list[int], Stream]:
+    """As many tokens as training will see, as far as the text has them. Raises UsageError for less than two windows."""
+    recovery, tokenizer = recipe.recovery, load_tokenizer(plan.source, recipe.trust_remote_code)
+    needed = recovery.nsamples * recovery.seqlen if recovery.blocks else _MOST_TOKENS
+    needed = min(recovery.tokens, needed) + HELD_OUT * recovery.seqlen
+    ids = token_ids(tokenizer, recovery.dataset, needed, seed=recovery.seed, special_tokens=False)
+    return ids, Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed, recovery.noise)
+
+
+def recover(
+    plan: Plan, recipe: RecoverRecipe, inner: dict, ids: list[int], stream: Stream, device: str, progress: Progress
+) -> None:
     """Trains, and leaves tensors and facts in the work folder; finds them there when it is resumed.
 
-    Raises UsageError for a text that is too short, TilepressError for a loss that is not finite or a card without room.
+    Raises TilepressError for a loss that is not finite or a card without room.
     """
     recovery, source = recipe.recovery, Checkpoint(plan.source)
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
-    tokenizer = load_tokenizer(plan.source, recipe.trust_remote_code)
-    seen = recovery.steps * recovery.batch * recovery.seqlen
-    needed = min(seen, recovery.nsamples * recovery.seqlen if recovery.blocks else _MOST_TOKENS)
-    needed += HELD_OUT * recovery.seqlen
-    ids = token_ids(tokenizer, recovery.dataset, needed, seed=recovery.seed, special_tokens=False)
-    stream = Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed, recovery.noise)
     identity = _identity(plan, base, ids, device)
     if (plan.work / FACTS).exists() and read_json(plan.work / FACTS).get("identity") == identity:
         progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))
@@ -198,7 +204,7 @@ def recover(plan: Plan, recipe: RecoverRecipe, inner: dict, device: str, progres
         "learning_rate": training.peak_lr,
         "text_tokens": len(ids),
         "held_out_tokens": stream.held * recovery.seqlen,
-        "tokens": seen,
+        "tokens": recovery.tokens,
         "computed_in": "bfloat16" if pair.student.device.type == "cuda" else "float32",
         "device": pair.student.device.type,
         "warnings": [],

@@ -50,6 +50,11 @@ class Recovery:
             raise UsageError(f"--train {self.train} is unknown", f"choose one of {', '.join(TRAIN)}")
 
     @property
+    def tokens(self) -> int:
+        """That training sees; block by block each layer."""
+        return self.steps * self.batch * self.seqlen
+
+    @property
     def windows_at_once(self) -> int:
         return self.micro_batch or max(1, min(self.batch, _MICRO_TOKENS // self.seqlen))
 
