@@ -64,7 +64,7 @@ Seqlen = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Blocks = Annotated[
-    bool, typer.Option("--blocks", help="Recover one decoder layer after the other: less memory, brings less.")
+    bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
 ]
 CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 
