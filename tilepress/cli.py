@@ -13,6 +13,7 @@ import typer
 
 from tilepress import __version__, screen
 from tilepress.flags import (
+    Blocks,
     Dataset,
     Device,
     Json,
@@ -89,6 +90,16 @@ def prune(
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
+    recover: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS", min=0, help="Then train what is left against MODEL, zeros held; see `compress recover`."
+        ),
+    ] = 0,
+    blocks: Blocks = False,
+    dataset: Dataset = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
     *,
     how: Writing,
 ) -> None:
@@ -99,8 +110,84 @@ def prune(
     """
     from tilepress.compress.prune import PruneRecipe
 
+    checkpoint = _open(model, how.revision)
     recipe = PruneRecipe(sparsity, scope, method, format, value_dtype, parse_dtype(dtype), how.ignored)
-    _write_artifact(_open(model, how.revision), recipe, output, "pruning", how)
+    if recover:
+        from tilepress.compress.recover import RecoverRecipe, Recovery
+
+        if value_dtype == "int8" or find_rank(how.rank, how.world_size)[1] > 1:
+            raise UsageError(
+                "--recover trains floating values, in one process",
+                "prune with --recover alone, then `tilepress compress quantize --activations none` for INT8 values",
+            )
+        text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)
+        recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks)
+        recipe = RecoverRecipe(recovery, recipe, trust_remote_code=how.trust_remote_code)
+    elif dataset is not None or seqlen is not None or blocks:
+        raise UsageError("--dataset, --seqlen and --blocks go with --recover", "add --recover STEPS, or leave them out")
+    _write_artifact(checkpoint, recipe, output, "pruning and recovering" if recover else "pruning", how)
+
+
+@compress.command(
+    epilog="Example: tilepress compress recover pruned --base MODEL -o recovered --steps 2000 --dataset text.jsonl"
+)
+@takes(Making)
+def recover(
+    model: Model,
+    output: Output,
+    base: Annotated[
+        str, typer.Option(metavar="MODEL", help="The dense model that MODEL was pruned from.", show_default=False)
+    ],
+    steps: Annotated[int, typer.Option(help="Of training; with --blocks for each layer.", show_default=False)],
+    dataset: Dataset = None,
+    seqlen: Seqlen = None,
+    batch: Annotated[int, typer.Option(help="Windows of text in a step.")] = 16,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Windows that run at a time.  [default: what 16,384 tokens hold]", show_default=False),
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate at its peak.  [default: 0.5 / hidden size]", show_default=False)
+    ] = None,
+    hidden_loss: Annotated[float, typer.Option(help="Weight of the hidden states' error beside the divergence.")] = 1.0,
+    train: Annotated[
+        str,
+        typer.Option(
+            metavar="kept|norms|all",
+            help="Kept weights of linear layers; also norms and biases; also embeddings and the output head.",
+        ),
+    ] = "all",
+    noise: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of input tokens, replaced by random ones for both models.")
+    ] = 0.0,
+    blocks: Blocks = False,
+    nsamples: Annotated[int, typer.Option(help="With --blocks: windows of text.")] = 128,
+    seed: Seed = 0,
+    save_every: Annotated[float, typer.Option(metavar="MINUTES", min=0, help="For --resume: keep the state.")] = 5.0,
+    *,
+    how: Making,
+) -> None:
+    """Train the kept weights of MODEL, a pruned artifact, to do again what its dense model did. Zeros stay zeros.
+
+    The loss is the divergence of the next token's distribution from the dense model's, and the error of hidden states: text needs no labels.
+    The layout stays MODEL's. --dry-run shows the memory that the whole model and --blocks take. Measured gains: docs/recovery.md.
+    """
+    from tilepress.compress.recover import RecoverRecipe, Recovery, density_of
+
+    checkpoint, dense = _open(model, how.revision), _open(base, None)
+    text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)
+    recovery = Recovery(
+        steps, text.dataset, text.seqlen, seed, batch, micro_batch, lr, hidden_loss, train, blocks, nsamples, noise
+    )
+    recipe = RecoverRecipe(
+        recovery,
+        base=dense.path,
+        base_name=dense.name,
+        density=density_of(checkpoint),
+        trust_remote_code=how.trust_remote_code,
+        save_every_s=60 * save_every,
+    )
+    _write_artifact(checkpoint, recipe, output, "recovering", how)
 
 
 @compress.command(
@@ -677,7 +764,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
             return
     facts = plan.outcome() | (told or {}) | {"seconds": round(time.monotonic() - started, 2)}
     print(json.dumps(facts, indent=2) if how.json_ else screen.result_text(facts))
-    warnings = [w for part in ("calibration", "kv_cache") for w in facts.get(part, {}).get("warnings", [])]
+    warnings = [w for part in ("calibration", "kv_cache", "recovery") for w in facts.get(part, {}).get("warnings", [])]
     if not recipe.links and (checkpoint.path / KV_FOLDER).exists():
         warnings.append("kv_cache/ was not taken over: it belongs to the weights as they were; run `compress kv` again")
     for warning in warnings[:_WARNINGS_SHOWN]:
@@ -685,7 +772,7 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     if len(warnings) > _WARNINGS_SHOWN:
         say(f"warning: {len(warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     if recipe.command.startswith("compress") and not how.quiet:
-        say(f"next: tilepress eval perplexity {output} --base {checkpoint.path}")
+        say(f"next: tilepress eval perplexity {output} --base {getattr(recipe, 'base', None) or checkpoint.path}")
 
 
 def _open(model: str, revision: str | None):

@@ -63,6 +63,9 @@ Seqlen = Annotated[
     typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+Blocks = Annotated[
+    bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
+]
 CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 
 

@@ -121,6 +121,7 @@ def plan_text(facts: dict) -> str:
             *head,
             f"  {what} in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
             f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself",
+            *recovery_memory(facts.get("recovery")),
             "  nothing was written",
         ]
     )
@@ -142,8 +143,32 @@ def result_text(facts: dict) -> str:
         lines += ["", quantization_text(facts["report"], facts.get("calibration"), per_channel), ""]
     else:
         lines.append(f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights")
+    if "recovery" in facts:
+        lines.append(recovery_text(facts["recovery"]))
     lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
     return "\n".join(lines)
+
+
+def recovery_memory(told: dict | None) -> list[str]:
+    """What each way of recovery needs, of a dry run."""
+    if told is None:
+        return []
+    names = {"model": "the whole model", "blocks": "block by block (--blocks)"}
+    rows = [
+        [names[way] + (" <- chosen" if way == told["way"] else ""), size(sizes["cuda"]), size(sizes["cpu"])]
+        for way, sizes in told["memory_bytes"].items()
+    ]
+    return ["", table("", ["memory of recovery", "on a card", "on the CPU"], rows), ""]
+
+
+def recovery_text(told: dict) -> str:
+    """What training brought on text that was held out."""
+    if told["way"] == "blocks":
+        last = told["layers"][-1]
+        what = f"error of the last layer's output {last['error_before']:.4f} -> {last['error_after']:.4f}"
+    else:
+        what = f"KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
+    return f"  recovered  {told['tokens']:,} tokens trained on, {told['trained_parameters']:,} weights; held-out {what}"
 
 
 def kv_sizes(told: dict, memory_gib: float) -> list[str]:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import time
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -150,12 +152,29 @@ def test_every_kind_of_text_is_read_the_same(tmp_path):
     assert list(documents(str(tmp_path / "b[1]*.TXT"))) == [docs[1]]
 
 
+def test_local_text_needs_no_datasets_and_has_its_order(tmp_path, monkeypatch):
+    from datasets import load_dataset
+
+    path, docs = tmp_path / "a.jsonl", [f'{n}\u2028 "{n * n}"' for n in range(12_345)]
+    path.write_text("".join(json.dumps({"text": d}, ensure_ascii=n % 2 == 0) + "\n" for n, d in enumerate(docs)))
+    rows = load_dataset("json", data_files=str(path), split="train", streaming=True)
+    expected = [row["text"] for row in rows.shuffle(seed=3, buffer_size=10_000)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert list(documents(str(path))) == docs
+    found = list(documents(str(path), seed=3))
+    assert sorted(found) == sorted(docs)
+    if version("datasets").startswith("5.2."):  # others shuffle otherwise
+        assert found == expected
+
+
 def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "other.jsonl").write_text('{"content": "x"}\n')
     (tmp_path / "broken.jsonl").write_text("{oops\n")
+    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
     for source, message in (
         ("other.jsonl", "no text column"),
         ("broken.jsonl", "cannot read"),
+        ("list.jsonl", "no JSON object"),
         ("missing.txt", "no file"),
     ):
         with pytest.raises(UsageError, match=message):

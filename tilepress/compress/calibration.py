@@ -1,43 +1,52 @@
-"""Text for calibration and evaluation: one loader for every command, through `datasets`.
+"""Text for calibration and evaluation: one loader for every command.
 
 A source is a local `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id, optionally with configuration and split:
-`Salesforce/wikitext:wikitext-2-raw-v1:test`. Tables need a column `text`; a `.txt` file is one document.
+`Salesforce/wikitext:wikitext-2-raw-v1:test`. Tables need a column `text`; a `.txt` file is one document. Only `.json`, `.parquet` and the hub
+need the package `datasets`.
 """
 
 import glob
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tilepress.formats import TilepressError, UsageError
 
-_BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
+_PLAIN = (".txt", ".jsonl")
+_BUFFER = 10_000  # documents that are shuffled together
 
 
 def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
     """The documents of a source, streamed; with `seed` in a random order (of as many as a buffer of 10,000 holds).
 
     Raises UsageError for a source that cannot be read as text."""
-    from datasets import load_dataset
-
     path = Path(source).expanduser()
     try:
         kind = path.suffix.lower()
-        if kind in _BUILDERS:
+        if kind in (*_PLAIN, *_BUILDERS):
             if not path.is_file():
                 raise UsageError(f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id")
             if not path.stat().st_size:
                 return
-            options = {"sample_by": "document"} if kind == ".txt" else {}
-            rows = load_dataset(
-                _BUILDERS[kind], data_files=glob.escape(str(path)), split="train", streaming=True, **options
-            )
+        if kind in _PLAIN:
+            rows = _plain_rows(path)
+            rows = rows if seed is None else _shuffled(rows, seed)
         else:
-            name, config, split = (*source.split(":"), "", "")[:3]
-            rows = load_dataset(name, config or None, split=split or "train", streaming=True)
-        if seed is not None:
-            rows = rows.shuffle(seed=seed, buffer_size=10_000)
+            from datasets import load_dataset
+
+            if kind in _BUILDERS:
+                files = glob.escape(str(path))
+                rows = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
+            else:
+                name, config, split = (*source.split(":"), "", "")[:3]
+                rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+            if seed is not None:
+                rows = rows.shuffle(seed=seed, buffer_size=_BUFFER)
         for row in rows:
             if not isinstance(row.get(column), str):
                 raise UsageError(
@@ -53,6 +62,32 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
             f"cannot read the text of {source}: {why}",
             "give --dataset a .txt, .jsonl or .parquet file with a column `text`, or a hub id you can reach",
         ) from error
+
+
+def _plain_rows(path: Path) -> Iterator[dict]:
+    """The lines of a `.jsonl` file, or a `.txt` file as one row."""
+    if path.suffix.lower() == ".txt":
+        yield {"text": path.read_text(encoding="utf-8")}
+        return
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise UsageError(f"line {number} of {path} is no JSON object", 'write {"text": …} on each line')
+                yield row
+
+
+def _shuffled(rows: Iterator[dict], seed: int) -> Iterator[dict]:
+    """In the order of `datasets` (5.2), whose shuffle buffer gives half of itself away when it is full."""
+    random_order, buffer = np.random.default_rng(seed), []
+    for row in rows:
+        buffer.append(row)
+        if len(buffer) == _BUFFER:
+            order = random_order.permutation(_BUFFER)
+            yield from (buffer[i] for i in order[: _BUFFER - _BUFFER // 2])
+            buffer = [buffer[i] for i in order[_BUFFER - _BUFFER // 2 :]]
+    yield from (buffer[i] for i in random_order.permutation(len(buffer)))
 
 
 def token_ids(

@@ -120,6 +120,12 @@ def model_card(manifest: dict) -> str:
         lines.append(
             f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
         )
+    if "recovery" in manifest:
+        told = manifest["recovery"]
+        brought = (
+            f", held-out KL divergence {told['kl_before']:.3f} -> {told['kl_after']:.3f}" if "kl_after" in told else ""
+        )
+        lines.append(f"| recovered | by distillation from the dense model, {told['tokens']:,} tokens{brought} |")
     if manifest["left_alone"]:
         lines.append(
             f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |"

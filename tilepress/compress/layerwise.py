@@ -95,10 +95,10 @@ class LayerByLayer:
             )
         return found[0][0].cpu()
 
-    def run(self, layer: str, hidden: Tensor) -> Tensor:
+    def run(self, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
         """A loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen."""
         args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             out = self.model.get_submodule(layer)(hidden.to(self.device, self.dtype), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
@@ -120,6 +120,20 @@ class LayerByLayer:
                         inner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
             del parameter, inner
             _give_back()
+
+    def load_all(self) -> nn.Module:
+        """The whole model with its weights, for good."""
+        for layer in self.layers:
+            self._load(layer, self.model.get_submodule(layer))
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        head = self.model.get_output_embeddings()
+        path = next((path for path, module in self.model.named_modules() if module is head), None)
+        if head is not None and f"{path}.weight" not in tied:
+            self._load_own(path, head)
+        for name, same in tied.items():
+            owner, _, kind = name.rpartition(".")
+            self.model.get_submodule(owner)._parameters[kind] = self.model.get_parameter(same)
+        return self.model
 
     def _separate_experts(self, targets: list[Target]) -> None:
         """Experts that are stored one by one become modules of their own."""

@@ -199,7 +199,11 @@ class Plan:
             "nonzeros": nonzeros,
             "sparsity": 1 - nonzeros / elements if elements else None,
             "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
-        } | {key: manifest[key] for key in ("settings", "calibration", "report", "kv_cache") if key in manifest}
+        } | {
+            key: manifest[key]
+            for key in ("settings", "calibration", "report", "kv_cache", "recovery")
+            if key in manifest
+        }
 
 
 def make_plan(

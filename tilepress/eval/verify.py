@@ -75,7 +75,8 @@ def verify(
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
         pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
         smoothed = {record["name"] for record in manifest["tensors"] if record.get("smoothed")}
-        checks.append(_against(checkpoint, weights, source, pruned, smoothed, progress))
+        trained = {record["name"] for record in manifest["tensors"] if record.get("trained")}
+        checks.append(_against(checkpoint, weights, source, pruned, smoothed, trained, progress))
     if reload:
         sound = all(check.passed for check in checks)
         checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
@@ -207,10 +208,12 @@ def _against(
     source: Checkpoint,
     pruned: set[str],
     smoothed: set[str],
+    trained: set[str],
     progress: Progress,
 ) -> Check:
     """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype; int8 codes must be
-    the nearest. Smoothed tensors hold other numbers of the same function: they are not compared."""
+    the nearest. Smoothed tensors hold other numbers of the same function: they are not compared. Of trained ones the zeros are, where the
+    source is the pruned model: each must still be one."""
     findings = []
     findings += [f"{name} of the base is missing" for name in sorted(set(source.weights) - set(weights))]
     for done, weight in enumerate(weights.values()):
@@ -240,6 +243,10 @@ def _against(
         if ours.shape != theirs.shape:
             findings.append(f"{weight.name} is {list(ours.shape)}, in the base {list(theirs.shape)}")
             continue
+        if weight.name in trained:
+            still = int(torch.count_nonzero(ours[theirs == 0])) if _zeros(theirs) >= 0.5 * _zeros(ours) else 0
+            findings += [f"{weight.name}: {still} zeros of the base are none"] if still else []
+            continue
         wrong = 0
         for mine, base in zip(ours.reshape(-1).split(1 << 22), theirs.reshape(-1).split(1 << 22), strict=True):
             differs = mine != base.to(mine.dtype)
@@ -248,7 +255,13 @@ def _against(
             findings.append(f"{weight.name}: {wrong} values differ from the base")
     skipped = len(smoothed & set(weights))
     notes = (f"{skipped} smoothed tensors were not compared",) if skipped else ()
+    learned = len(trained & set(weights))
+    notes += (f"of {learned} trained tensors only zeros were compared",) if learned else ()
     return Check("values equal the base", len(weights) - skipped, tuple(findings), notes)
+
+
+def _zeros(tensor: torch.Tensor) -> int:
+    return tensor.numel() - int(torch.count_nonzero(tensor))
 
 
 def _reload(path: Path, count: int) -> Check:

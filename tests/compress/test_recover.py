@@ -1,0 +1,426 @@
+"""Recovery: the loss and the optimizer against computations of their own, zeros that stay, resumed runs, what comes out."""
+
+import itertools
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import command, prune, run_recipe
+from interruption import digest, stop_anywhere_and_resume
+
+from tilepress import demo
+from tilepress.compress import distill, recover as recovering, recovery_settings
+from tilepress.compress.distill import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
+from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.recover import RecoverRecipe, Recovery
+from tilepress.compress.retrain import Stream
+from tilepress.formats import TilepressError
+from tilepress.formats.checkpoint import Checkpoint, read_manifest
+
+SHORT = {"steps": 20, "seqlen": 32, "batch": 2}
+
+
+def recovery(dataset: Path = demo.TEXT, **settings) -> Recovery:
+    return Recovery(dataset=str(dataset), **SHORT | settings)
+
+
+def recover(pruned: Path, base: Path, output: Path, dataset: Path = demo.TEXT, device: str = "cpu", **settings) -> dict:
+    recipe = RecoverRecipe(recovery(dataset, **settings), base=base, base_name="base")
+    return run_recipe(recipe, pruned, output, device)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.dense(weight) for name, weight in checkpoint.weights.items()}
+
+
+def assert_zeros_held(before: Path, after: Path) -> int:
+    """Every zero of a pruned weight is one still, nothing else became one, and what is left did change; returns how many zeros."""
+    old, new = tensors_of(before), tensors_of(after)
+    assert old.keys() == new.keys()
+    zeros = 0
+    for record in read_manifest(before)["tensors"]:
+        if "zeros" in record:
+            was, now = old[record["name"]], new[record["name"]]
+            assert torch.equal(was == 0, now == 0), record["name"]
+            assert not torch.equal(was, now), record["name"]
+            zeros += int((was == 0).sum())
+    assert zeros
+    return zeros
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint_of, tmp_path_factory) -> tuple[Path, Path]:
+    """A random model and the same with half of its weights."""
+    base, pruned = checkpoint_of("llama"), tmp_path_factory.mktemp("llama") / "pruned"
+    prune(base, pruned, 0.5)
+    return base, pruned
+
+
+# The loss and the optimizer.
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_divergence_and_its_gradient_against_float64(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(distill, "_ROWS", 3)
+    torch.manual_seed(0)
+    student, teacher = (3 * torch.randn(8, 50)).to(dtype).requires_grad_(), (3 * torch.randn(8, 50)).to(dtype)
+    wide = student.detach().double().requires_grad_()
+    q, p = wide.log_softmax(-1), teacher.double().softmax(-1)
+    expected = (p * (p.log() - q)).sum() / 8
+    (5 * expected).backward()
+    found = divergence(student, teacher)
+    (5 * found).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert float((student.grad - wide.grad).norm() / wide.grad.norm()) < tolerance
+    assert float(divergence(teacher, teacher)) == pytest.approx(0, abs=1e-6)
+
+
+def test_relative_error_counts_every_token_alike():
+    teacher = torch.tensor([[[100.0, 0.0], [0.0, 1.0]]])
+    student = torch.tensor([[[110.0, 0.0], [0.5, 1.0]]])
+    assert float(relative_error(student, teacher)) == pytest.approx((0.01 + 0.25) / 2)
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    rates = [learning_rate(step, 200, 0.5) for step in range(200)]
+    assert rates[0] == pytest.approx(0.05) and max(rates) == rates[9] == 0.5 and rates[-1] < 1e-4
+    assert all(a < b for a, b in itertools.pairwise(rates[:10]))
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    assert learning_rate(0, 1, 0.5) == 0.5
+
+
+def test_masked_adamw_against_numpy():
+    """Adam as Kingma and Ba write it, in float64, on the kept elements alone; gradients clipped by the norm of those."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(6, 5), torch.randn(6)
+    weight[torch.rand(6, 5) < 0.5] = 0.0
+    parameters = {"w": torch.nn.Parameter(weight.clone()), "b": torch.nn.Parameter(bias.clone())}
+    optimizer, steps, peak = MaskedAdamW(parameters, {"w"}, 0.01, 30), 30, 0.01
+    kept = (weight != 0).numpy()
+    values = np.concatenate([weight.numpy()[kept], bias.numpy()]).astype(np.float64)
+    m, v = np.zeros_like(values), np.zeros_like(values)
+    for step in range(steps):
+        gradients = torch.randn(6, 5) * 3, torch.randn(6)
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        g = np.concatenate([gradients[0].numpy()[kept], gradients[1].numpy()]).astype(np.float64)
+        g *= min(1.0, CLIP_NORM / (np.linalg.norm(g) + 1e-6))
+        m, v = 0.9 * m + 0.1 * g, 0.98 * v + 0.02 * g * g
+        unbiased = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.98 ** (step + 1))
+        values -= learning_rate(step, steps, peak) * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-8)
+    found = np.concatenate([parameters["w"].detach().numpy()[kept], parameters["b"].detach().numpy()])
+    np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-6)
+    assert not parameters["w"].detach().numpy()[~kept].any() and optimizer.done == steps
+
+
+def test_windows_are_pieces_of_the_text_and_never_the_held_out_end():
+    ids, stream = list(range(1000, 11_000)), Stream(list(range(1000, 11_000)), [7], 100, seed=1)
+    held = set(stream.held_out[:, 1:].flatten().tolist())
+    assert stream.held == 3 and held == set(ids[-3 * 99 :])
+    seen = []
+    for step in range(30):
+        batch = stream.batch(step, 4)
+        assert batch.shape == (4, 100) and bool((batch[:, 0] == 7).all())
+        assert bool((batch[:, 2:] - batch[:, 1:-1] == 1).all())
+        seen += batch[:, 1].tolist()
+        assert not held & set(batch[:, 1:].flatten().tolist())
+    first = seen[: stream.per_epoch]
+    assert len(set(first)) == stream.per_epoch and np.diff(sorted(first)).tolist() == [99] * (stream.per_epoch - 1)
+    assert {start % 99 for start in first} != {start % 99 for start in seen[stream.per_epoch :][: stream.per_epoch]}
+    again, other = Stream(ids, [7], 100, seed=1), Stream(ids, [7], 100, seed=2)
+    assert torch.equal(again.batch(29, 4), stream.batch(29, 4))
+    assert not torch.equal(other.batch(29, 4), stream.batch(29, 4))
+
+
+def test_noise_replaces_its_share_of_tokens_by_others_of_the_text():
+    ids = list(range(1000, 11_000))
+    clean, noisy, again = (Stream(ids, [7], 100, 1, noise).to(torch.device("cpu")) for noise in (0.0, 0.2, 0.2))
+    a, b = clean.batch(3, 50), noisy.batch(3, 50)
+    assert torch.equal(b, again.batch(3, 50)) and not torch.equal(b[:, 1:] - b[:, :-1], noisy.batch(4, 50).diff())
+    assert torch.equal(clean.held_out, noisy.held_out) and bool((b[:, 0] == 7).all())
+    assert 0.17 < float((a[:, 1:] != b[:, 1:]).float().mean()) < 0.23
+    assert set(b[:, 1:].flatten().tolist()) <= set(ids) - set(noisy.held_out.flatten().tolist())
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe"])
+def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family, blocks):
+    base, pruned = checkpoint_of(family), tmp_path / "pruned"
+    prune(base, pruned, 0.5)
+    manifest = recover(pruned, base, tmp_path / "out", blocks=blocks, lr=2e-4, nsamples=8)
+    told = manifest["recovery"]
+    assert told["zeros_held"] == assert_zeros_held(pruned, tmp_path / "out")
+    if blocks:
+        assert len(told["layers"]) == 2
+        assert all(layer["error_after"] < layer["error_before"] for layer in told["layers"])
+    else:
+        assert told["kl_after"] < told["kl_before"] and told["losses"][-1] < told["losses"][0] and not told["warnings"]
+    names = {record["name"]: record for record in manifest["tensors"]}
+    for name, record in names.items():
+        outside = "layers." not in name and ".h." not in name
+        assert record.get("trained", False) == (not blocks or not outside), name
+
+
+@pytest.mark.parametrize("layout", ["tiled-csl", "tiled-bitmap", "dense"])
+def test_the_layout_stays_and_the_artifact_is_sound(tiny, text, tmp_path, cli, layout):
+    prune(tiny, tmp_path / "pruned", 0.7, layout)
+    words = ["--base", tiny, "--steps", "10", "--dataset", text, "--seqlen", "64", "--batch", "2", "--json"]
+    ran = cli("compress", "recover", tmp_path / "pruned", "-o", tmp_path / "out", *words)
+    assert ran.code == 0, ran.err
+    assert f"--base {tiny}" in ran.err and ran.json["sparsity"] == pytest.approx(0.7, abs=1e-5)
+    assert_zeros_held(tmp_path / "pruned", tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert {r["layout"] for r in manifest["tensors"] if "zeros" in r} == {layout}
+    assert manifest["settings"]["steps"] == 10 and manifest["source"]["recipe"]["command"] == "compress prune"
+    assert "recovered" in (tmp_path / "out" / "README.md").read_text()
+    for base in (tmp_path / "pruned", tiny):
+        checked = cli("verify", tmp_path / "out", "--base", base)
+        assert checked.code == 0, checked.out
+
+
+@pytest.mark.parametrize("blocks", [(), ("--blocks",)])
+def test_perplexity_of_other_text_is_better_than_before(tiny, artifact, halves, tmp_path, cli, blocks):
+    text, held_out = halves
+    words = ["--steps", "20", "--dataset", text.dataset, "--seqlen", "128", "--batch", "4", *blocks, "-q"]
+    ran = cli("compress", "recover", artifact, "--base", tiny, "-o", tmp_path / "out", *words)
+    assert ran.code == 0 and "recovered" in ran.out, ran.err
+    found = {}
+    for path in (artifact, tmp_path / "out"):
+        words = ["--dataset", held_out, "--seqlen", "512", "--limit", "8", "--json", "-q"]
+        found[path] = cli("eval", "perplexity", path, "--base", tiny, *words).json
+    before, after = found.values()
+    assert after["perplexity"] < 0.8 * before["perplexity"]
+    assert after["kl_divergence"]["mean"] < 0.8 * before["kl_divergence"]["mean"]
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_prune_with_recover_is_prune_and_then_recover(llama, tmp_path, cli, scope):
+    base, _ = llama
+    prune(base, tmp_path / "pruned", 0.6, scope=scope)
+    recover(tmp_path / "pruned", base, tmp_path / "two")
+    run_recipe(RecoverRecipe(recovery(), PruneRecipe(0.6, scope, format="tiled-csl")), base, tmp_path / "one")
+    one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert all(torch.equal(one[name], two[name]) for name in two) and one.keys() == two.keys()
+    assert_zeros_held(tmp_path / "pruned", tmp_path / "one")
+    manifest = read_manifest(tmp_path / "one")
+    assert manifest["command"] == "compress prune" and manifest["settings"]["recover_steps"] == 20
+    assert manifest["settings"]["sparsity"] == 0.6 and "recipe" not in manifest["source"]
+
+
+def test_prune_recover_on_the_command_line(llama, tmp_path, cli):
+    base, _ = llama
+    words = ["--sparsity", "0.5", "--recover", "5", "--dataset", demo.TEXT, "--seqlen", "32"]
+    ran = cli("compress", "prune", base, "-o", tmp_path / "out", *words)
+    assert ran.code == 0 and "held-out KL divergence" in ran.out, ran.err
+    assert cli("verify", tmp_path / "out", "--base", base).code == 0
+    wrong = cli("compress", "prune", base, "-o", tmp_path / "x", "--sparsity", "0.5", "--dataset", demo.TEXT)
+    assert wrong.code == 2 and "--recover" in wrong.err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("train", recovery_settings.TRAIN)
+def test_only_what_is_asked_for_is_trained(llama, tmp_path, train):
+    base, pruned = llama
+    recover(pruned, base, tmp_path / "out", train=train)
+    old, new = tensors_of(pruned), tensors_of(tmp_path / "out")
+    targets = {record["name"] for record in read_manifest(pruned)["tensors"] if "zeros" in record}
+    for name in old:
+        small = old[name].dim() == 1
+        assert torch.equal(old[name], new[name]) != (name in targets or train == "all" or (small and train == "norms"))
+
+
+# The same bytes.
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_stopped_anywhere_and_resumed_it_gives_the_same_bytes(llama, tmp_path, monkeypatch, blocks):
+    base, pruned = llama
+    recipe = RecoverRecipe(recovery(blocks=blocks, nsamples=4), base=base, base_name="base", save_every_s=0)
+
+    def look(folder: Path) -> None:
+        if not (folder / "config.json").exists():
+            with pytest.raises(TilepressError):
+                Checkpoint(folder)
+
+    assert stop_anywhere_and_resume(recipe, pruned, tmp_path, monkeypatch, look) >= 8 + 4 * blocks
+
+
+def test_a_resumed_run_goes_on_where_the_state_was_kept(llama, tmp_path, monkeypatch):
+    base, pruned = llama
+    recipe = RecoverRecipe(recovery(), base=base, base_name="base", save_every_s=0)
+    run_recipe(recipe, pruned, tmp_path / "whole")
+    real, seen = MaskedAdamW.step, []
+
+    def step(self):
+        if len(seen) == 15:
+            seen.append(None)
+            raise KeyboardInterrupt
+        seen.append(self.done)
+        real(self)
+
+    monkeypatch.setattr(MaskedAdamW, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, pruned, tmp_path / "out")
+    run_recipe(recipe, pruned, tmp_path / "out", resume=True)
+    assert seen == [*range(15), None, *range(10, 20)]
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_seeds_and_recomputed_layers(llama, tmp_path, monkeypatch):
+    base, pruned = llama
+    recover(pruned, base, tmp_path / "a")
+    recover(pruned, base, tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    recover(pruned, base, tmp_path / "other", seed=1)
+    a, other = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "other")
+    assert any(not torch.equal(a[name], other[name]) for name in a)
+    monkeypatch.setattr(recovery_settings, "KEPT_ACTIVATIONS", 0)
+    called, real = [], distill.checkpoint
+    monkeypatch.setattr(distill, "checkpoint", lambda *args, **kwargs: (called.append(1), real(*args, **kwargs))[1])
+    recover(pruned, base, tmp_path / "recomputed")
+    assert called and digest(tmp_path / "recomputed") == digest(tmp_path / "a")
+
+
+def test_micro_batches_add_up(llama, tmp_path):
+    base, pruned = llama
+    found = [recover(pruned, base, tmp_path / str(n), batch=4, micro_batch=n)["recovery"] for n in (1, 4)]
+    assert found[0]["kl_after"] == pytest.approx(found[1]["kl_after"], rel=1e-3)
+
+
+# What cannot be done.
+
+
+def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
+    base, pruned = llama
+    (tmp_path / "short.txt").write_text("too short")
+    torch.manual_seed(5)
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in base.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    shuffle_weights(other)
+    words = ["--steps", "5", "--dataset", demo.TEXT, "--seqlen", "32"]
+    for model, given, message in (
+        (pruned, words, "--base"),
+        (base, ["--base", base, *words], "has no pruned weight"),
+        (pruned, ["--base", pruned, *words], "is compressed itself"),
+        (pruned, ["--base", checkpoint_of("qwen3"), *words], "has model_type llama, the base qwen3 qwen3"),
+        (pruned, ["--base", checkpoint_of("llama", vocab_size=310), *words], "has vocab_size 300, the base llama 310"),
+        (pruned, ["--base", checkpoint_of("llama", hidden_size=256), *words], r"in the base llama it is \[256"),
+        (pruned, ["--base", other, *words], "it is another model"),
+        (pruned, ["--base", base, *words, "--dataset", tmp_path / "short.txt"], "needs at least 62"),
+        (pruned, ["--base", base, *words, "--seqlen", "100000"], "positions"),
+        (pruned, ["--base", base, *words, "--steps", "0"], "--steps 0"),
+        (pruned, ["--base", base, *words, "--lr", "7"], "--lr 7"),
+        (pruned, ["--base", base, *words, "--train", "some"], "--train some"),
+        (pruned, ["--base", base, *words, "--hidden-loss", "-1"], "--hidden-loss"),
+        (pruned, ["--base", base, *words, "--noise", "1"], "--noise 1"),
+    ):
+        ran = cli("compress", "recover", model, "-o", tmp_path / "out", *given)
+        assert ran.code == 2 and re.search(message, ran.err), (given, ran.err)
+        assert len(ran.err.strip().splitlines()) == 2
+    words = ["--sparsity", "0.5", "--recover", "5", "--rank", "0", "--world-size", "2"]
+    ran = cli("compress", "prune", base, "-o", tmp_path / "out", *words)
+    assert ran.code == 2 and "one process" in ran.err
+
+
+def shuffle_weights(path: Path) -> None:
+    """Another model of the same shapes."""
+    from safetensors.torch import load_file, save_file
+
+    for shard in path.glob("*.safetensors"):
+        tensors = {name: t.flatten()[torch.randperm(t.numel())].view(t.shape) for name, t in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
+    base, pruned = llama
+    monkeypatch.setattr("tilepress.compress.retrain.relative_error", lambda a, b: a.sum() * math.nan)
+    with pytest.raises(TilepressError, match="the loss is nan at step 10 of 20"):
+        recover(pruned, base, tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+# Memory.
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
+def test_memory_is_what_the_dry_run_says(checkpoint_of, tmp_path, cli):
+    base = checkpoint_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=8, shard_size="100MB")
+    prune(base, tmp_path / "pruned", 0.5)
+    peaks = {}
+    for way, flags in (("model", ()), ("blocks", ("--blocks",))):
+        words = ["compress", "recover", tmp_path / "pruned", "--base", base, "-o", tmp_path / way, *flags]
+        words += ["--steps", "2", "--batch", "2", "--nsamples", "4", "--seqlen", "64", "--dataset", demo.TEXT, "--json"]
+        plan = cli(*words, "--dry-run").json
+        assert plan["recovery"]["way"] == way
+        peaks[way] = plan["recovery"]["memory_bytes"][way]["cpu"], peak_of(*words, "-q")
+    assert "block by block (--blocks) <- chosen" in cli(*words[:-1], "--dry-run").out
+    (whole, of_whole), (blocks, of_blocks) = peaks["model"], peaks["blocks"]
+    assert blocks < 0.5 * whole
+    # What torch and transformers take is the same in both: what is left is planned to a third.
+    assert abs((of_whole - of_blocks) - (whole - blocks)) < 0.35 * (whole - blocks), peaks
+
+
+def peak_of(*words) -> int:
+    """Highest anonymous memory of a command, in bytes."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    process, peak = command(*words, env=env), 0
+    while process.poll() is None:
+        try:
+            with open(f"/proc/{process.pid}/status") as status:
+                found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
+            peak = max(peak, int(found[1]) * 1024 if found else 0)
+        except OSError:
+            pass
+        time.sleep(0.005)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return peak
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [False, True])
+def test_on_a_card(tiny, artifact, tmp_path, blocks):
+    settings = {"steps": 60, "seqlen": 256, "batch": 8, "blocks": blocks, "nsamples": 16}
+    told = recover(artifact, tiny, tmp_path / "a", device="cuda", **settings)["recovery"]
+    assert_zeros_held(artifact, tmp_path / "a")
+    assert told["device"] == "cuda" and told["computed_in"] == "bfloat16"
+    recover(artifact, tiny, tmp_path / "b", device="cuda", **settings)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    if not blocks:
+        assert told["kl_after"] < 0.5 * told["kl_before"]
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_on_a_card(tiny, artifact, tmp_path, monkeypatch):
+    recipe = RecoverRecipe(recovery(steps=40, seqlen=128, batch=4), base=tiny, base_name="base", save_every_s=0)
+    run_recipe(recipe, artifact, tmp_path / "whole", "cuda")
+    real = recovering.train_model
+
+    def stopping(*args, **kwargs):
+        monkeypatch.setattr(MaskedAdamW, "step", stop)
+        return real(*args, **kwargs)
+
+    step = MaskedAdamW.step
+
+    def stop(self):
+        if self.done == 25:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(recovering, "train_model", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, artifact, tmp_path / "out", "cuda")
+    monkeypatch.undo()
+    run_recipe(recipe, artifact, tmp_path / "out", "cuda", resume=True)
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")

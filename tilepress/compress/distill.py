@@ -1,0 +1,238 @@
+"""Training with zeros that stay: what recovery of a whole model and of a single block share.
+
+The loss is the Kullback-Leibler divergence of the student's next-token distribution from the dense model's (Hinton et al. 2015, arXiv
+1503.02531, temperature 1, every position of every window, no labels) plus the relative error of the hidden states after each decoder layer
+(SquareHead: Kurtic et al. 2023, arXiv 2310.06927, section 3), here normalized token by token, so that the few tokens with enormous
+activations do not drown the others. AdamW without decay (a pull to zero is not a pull to the dense model), linear warm-up, cosine to zero.
+
+Weights are float32 while they train, with two moments of the same size. A zero is held by multiplying gradients and, after each step, weights by
+a mask of the starting weight's non-zeros: it never changes, to the bit. State is written every few minutes; a run that goes on from it does the
+same arithmetic as one that was never stopped.
+"""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tilepress.formats import TilepressError
+from tilepress.formats.artifact import disk_errors, temporary_name
+
+_ROWS = 2048  # of logits in float32 at a time
+_LOOK_EVERY = 10  # steps between looks at the loss: each waits for the device
+WARM_UP = 0.05  # of the steps
+CLIP_NORM = 1.0
+
+
+class _Divergence(torch.autograd.Function):
+    """Mean KL(teacher || student); its gradient, (softmax(student) - softmax(teacher)) / rows, is made on the way in the student's dtype."""
+
+    @staticmethod
+    def forward(ctx, student: Tensor, teacher: Tensor) -> Tensor:
+        total, grad = student.new_zeros((), dtype=torch.float32), torch.empty_like(student)
+        for first in range(0, len(student), _ROWS):
+            part = slice(first, first + _ROWS)
+            q, p = torch.log_softmax(student[part].float(), -1), torch.log_softmax(teacher[part].float(), -1)
+            expected = p.exp()
+            total += (expected * p.sub_(q)).sum()
+            grad[part] = q.exp_().sub_(expected).div_(len(student))
+        ctx.save_for_backward(grad)
+        return total / len(student)
+
+    @staticmethod
+    def backward(ctx, outer: Tensor):
+        (grad,) = ctx.saved_tensors
+        return grad * outer.to(grad.dtype), None
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean KL(teacher || student) over rows of logits [n, vocabulary], nats, float32; differentiable in `student`."""
+    return _Divergence.apply(student, teacher)
+
+
+def relative_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean over tokens of |student - teacher|^2 / |teacher|^2: hidden states [..., hidden] -> float32 scalar."""
+    teacher = teacher.float()
+    return ((student.float() - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean()
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Of step 0, 1, …: up in a line over the first twentieth, then down a half cosine to zero."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm + 1) / (steps - warm + 1)))
+
+
+class MaskedAdamW:
+    """AdamW over named float32 parameters; those in `masked` keep the zeros that they have now."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], masked: set[str], peak: float, steps: int):
+        self.parameters, self.peak, self.steps, self.done = parameters, peak, steps, 0
+        chosen = [(parameter, parameter.detach() != 0) for name, parameter in parameters.items() if name in masked]
+        self._masked, self._masks = [p for p, _ in chosen], [mask for _, mask in chosen]
+        fused = all(parameter.is_cuda for parameter in parameters.values())
+        self._adam = torch.optim.AdamW(
+            parameters.values(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0, fused=fused, foreach=not fused
+        )
+
+    def step(self) -> None:
+        """With the gradients as they are; they are gone after it."""
+        self._hold([parameter.grad for parameter in self._masked])
+        nn.utils.clip_grad_norm_(self.parameters.values(), CLIP_NORM, foreach=True)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate(self.done, self.steps, self.peak)
+        self._adam.step()
+        self._hold([parameter.data for parameter in self._masked])
+        self._adam.zero_grad(set_to_none=True)
+        self.done += 1
+
+    def _hold(self, tensors: list[Tensor | None]) -> None:
+        for tensor, mask in zip(tensors, self._masks, strict=True):
+            if tensor is not None:
+                tensor.mul_(mask)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a step depends on beside the text."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            state = self._adam.state.get(parameter, {})
+            found[f"weight:{name}"] = parameter.detach()
+            found |= {f"{key}:{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in state}
+        return found
+
+    def load(self, tensors: dict[str, Tensor], done: int) -> None:
+        self.done = done
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[f"weight:{name}"])
+                state = {
+                    key: tensors[f"{key}:{name}"].clone()
+                    for key in ("exp_avg", "exp_avg_sq", "step")
+                    if f"{key}:{name}" in tensors
+                }
+                if state:
+                    for key in ("exp_avg", "exp_avg_sq") + (("step",) if parameter.is_cuda else ()):
+                        state[key] = state[key].to(parameter.device)
+                    self._adam.state[parameter] = state
+
+
+class SavedState:
+    """A file with the state of training, replaced every so many seconds; one of another identity counts as none."""
+
+    def __init__(self, path: Path, identity: str, every_s: float):
+        self.path, self.identity, self.every_s = path, identity, every_s
+        self._written = time.monotonic()
+
+    def restore(self, optimizer: MaskedAdamW) -> list[float]:
+        """Brings the optimizer where the file is, if there is one; returns the losses until then."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                told = file.metadata() or {}
+        except (OSError, SafetensorError):
+            return []
+        if told.get("identity") != self.identity:
+            return []
+        optimizer.load(load_file(self.path), int(told["done"]))
+        return [float.fromhex(loss) for loss in told["losses"].split()]
+
+    def keep(self, optimizer: MaskedAdamW, losses: list[float]) -> None:
+        if time.monotonic() - self._written < self.every_s:
+            return
+        told = {
+            "identity": self.identity,
+            "done": str(optimizer.done),
+            "losses": " ".join(loss.hex() for loss in losses),
+        }
+        write_tensors(self.path, optimizer.tensors(), told)
+        self._written = time.monotonic()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that is there whole or not at all. Tensors may share memory."""
+    temporary, seen, apart = temporary_name(path.parent, path), set(), {}
+    for name, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        apart[name] = here.clone() if here.data_ptr() in seen else here
+        seen.add(here.data_ptr())
+    with disk_errors(path):
+        save_file(apart, temporary, metadata)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+def fit(
+    optimizer: MaskedAdamW, backward: Callable[[int], Tensor], saved: SavedState, progress: Callable[[int, float], None]
+) -> list[float]:
+    """Trains to the end: `backward(step)` leaves gradients and returns the loss; `progress(steps done since the last call, loss)`.
+
+    Returns a loss for each tenth step and the last, the mean of what came since the one before. Raises TilepressError for one that is not finite.
+    """
+    losses = saved.restore(optimizer)
+    if optimizer.done:
+        progress(optimizer.done, losses[-1])
+    pending: list[Tensor] = []
+    while optimizer.done < optimizer.steps:
+        pending.append(backward(optimizer.done).detach())
+        optimizer.step()
+        if optimizer.done % _LOOK_EVERY == 0 or optimizer.done == optimizer.steps:
+            loss = float(torch.stack(pending).mean())
+            if not math.isfinite(loss):
+                raise TilepressError(
+                    f"the loss is {loss} at step {optimizer.done} of {optimizer.steps}",
+                    "try a smaller --lr; if it is the first step, check both models with `tilepress verify`",
+                )
+            losses.append(loss)
+            progress(len(pending), loss)
+            pending.clear()
+            saved.keep(optimizer, losses)
+    return losses
+
+
+def recompute(module: nn.Module) -> None:
+    """Lets a decoder layer keep its input alone and compute the rest again on the way back (Chen et al. 2016, arXiv 1604.06174)."""
+    forward = module.forward
+
+    def run(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    module.forward = run
+
+
+@contextlib.contextmanager
+def outputs_of(model: nn.Module, layers: list[str]) -> Iterator[list[Tensor]]:
+    """The outputs of the layers in order, from each forward pass inside the context."""
+    found: list[Tensor] = []
+
+    def keep(_, args, output) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [model.get_submodule(path).register_forward_hook(keep) for path in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def same_every_time() -> Iterator[None]:
+    """Kernels whose sums have one order, where torch has them: on a card the backward pass of attention would differ from run to run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
