@@ -52,20 +52,21 @@ __device__ __forceinline__ u32 count_to(u32* at, u32 last) {
 }
 __device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Units in order, shared out as evenly as it goes: `more` shares of each + 1, then shares of `each`. `rate`: shares a unit, nearly.
-struct Shares {
+// Units in order, shared out to COUNT as evenly as it goes: `each`, and `more` in all. `rate`: shares a unit, nearly.
+template <int COUNT> struct Shares {
   int each, more;
   float rate;
 
-  __device__ int begin(int share) const { return share * each + min(share, more); }
-  __device__ int of(int unit) const {
+  __device__ int begin(int share) const { return share * each + share * more / COUNT; }
+  __device__ int of(int unit) const {                      // where none is empty
     const int share = (int)((float)unit * rate);           // at most one off
     return share - (begin(share) > unit) + (begin(share + 1) <= unit);
   }
 };
 // Of blocks. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries
 // to cut a segment into so many shares, or so many segments to a share.
-__device__ __forceinline__ Shares shares_of(int total, int units, int segments) {
+__device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int segments) {
+  if (total < BLOCKS) return {1, 0, 1.f};
   const int even = (total + BLOCKS - 1) / BLOCKS, count = threadIdx.x % 32 + 1;
   const int whole = units < even ? count * units : (int)((float)units * inverse((float)count) + 0.5f);
   const bool fits = units < even ? whole >= even && whole - units < even : whole >= even && whole * count == units && (count + 1) * even > units;
@@ -258,10 +259,10 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
 
   const int total = prefix[batch] * heads;
-  const Shares blocks = shares_of(total, prefix[1], batch * heads);
+  const Shares<BLOCKS> blocks = shares_of(total, prefix[1], batch * heads);
   const int block_first = blocks.begin(blockIdx.x), block_end = min(blocks.begin(blockIdx.x + 1), total);
   if (block_first >= block_end) return;
-  const Shares warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS, 0.f};
+  const Shares<WARPS> warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS, 0.f};
   const int first = block_first + warps.begin(warp), count = block_first + warps.begin(warp + 1) - first;
 
   const auto find = [&](int u) -> Place {

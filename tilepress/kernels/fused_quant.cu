@@ -198,7 +198,7 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
       return to_values((low(pair) - mean) * inverse * low(w) + low(b), (high(pair) - mean) * inverse * high(w) + high(b));
     });
   }
-  if (!CODES) return row.store((u16*)codes, n);
+  if (!CODES) return row.store((u16*)codes + mine, n);
   float by, zero = 0.f;
   if (STATIC) {
     by = Numbers{scale, scale_kind, 0}[0];
