@@ -15,7 +15,7 @@ ALLOWED = {
     "runtime": {"runtime", "kernels", "formats", "experts"},
     "compress": {"compress", "formats", "experts", "__init__"},
     "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration", "compress.targets"},
-    "demo": set(),
+    "demo": {"eval", "runtime", "compress", "formats"},
     "hf": {"runtime"},
     "screen": set(),
     "flags": {"formats", "compress.calibration"},

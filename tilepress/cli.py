@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -456,20 +457,15 @@ def speed(
     from tilepress.runtime.loader import load
 
     screen.quiet_libraries()
-    batches = tuple("fit" if part == "fit" else parse_list(part, "batch")[0] for part in batch.split(","))
-    protocol = Protocol(batches, context, new_tokens, runs, chunk, seed)
+    protocol = Protocol(tuple(_batches(batch)), context, new_tokens, runs, chunk, seed)
     options = {"dtype": parse_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
     options["device"] = parse_device(device)
     path = str(_open(model, revision).path)
     subject = Subject(model, lambda: load(path, **options))
     other = None if base is None else Subject(base, lambda: load(base, kv=False, **options))
-    if output is not None:  # what cannot be written is told before the work
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
+    _check_writable(output)
     found = measure(subject, other, protocol, (lambda at: None) if quiet else say)
-    if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=2) if json_ else screen.speed_text(found))
+    _show(found, output, screen.speed_text, json_)
 
 
 _SHAPES = {  # of weights M x K, weights N x K, tokens x hidden; of attention as eval.attention.Shape says
@@ -663,22 +659,70 @@ def env(json_: Json = False) -> None:
     )
 
 
-@app.command()
+@app.command(epilog="Example: tilepress demo --shape llama-3-8b --batch 16,1 --context 8192,2048 -o end_to_end.json")
 def demo(
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            metavar="DIR",
-            help="Keep the artifacts here.  [default: a temporary folder]",
+            metavar="DIR|FILE",
+            help="Keep the artifacts here.  [default: a temporary folder] With --shape, write the JSON there.",
             show_default=False,
         ),
     ] = None,
     sparsity: Annotated[str, typer.Option(metavar="LIST", help="Sparsities to try.")] = "0.3,0.5,0.6,0.7",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Time random models of this shape: llama-3-8b, llama-2-70b, opt-30b, opt-66b; to try it out, llama-tiny, opt-tiny.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="--shape: of tiled-csl-PERCENT, tiled-bitmap-PERCENT, w8a8, w8a16, dense, each alone or with +kv4 or +kv8.  "
+            "[default: tiled-csl-80+kv4,tiled-bitmap-50+kv4,w8a8+kv4]",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="LIST", help="--shape: sequences at a time; fit: as many as the card holds.")
+    ] = "1,16",
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="--shape: tokens of a sequence, for all batches or one for each.")
+    ] = "2048",
+    new_tokens: Annotated[int, typer.Option(help="--shape: decode steps that are timed.")] = 128,
+    runs: Annotated[int, typer.Option(help="--shape: how often, for the spread.")] = 5,
+    chunk: Annotated[int, typer.Option(help="--shape: tokens of a prompt that are prefilled at once.")] = 2048,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute."""
+    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute.
+
+    With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
+    `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run.
+    """
+    if shape is not None:
+        _time_shape(
+            shape,
+            recipe,
+            _batches(batch),
+            parse_list(context, "context"),
+            {"new_tokens": new_tokens, "runs": runs, "chunk": chunk, "seed": seed},
+            parse_device(device),
+            output,
+            json_,
+            quiet,
+        )
+        return
+    if recipe is not None or json_:
+        raise UsageError(f"{'--recipe' if recipe else '--json'} is for random models", "add --shape NAME")
     import tempfile
     from contextlib import nullcontext
 
@@ -695,6 +739,44 @@ def demo(
         f"\n  {len(values)} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
         + (f"; they are in {output}" if output else "; keep them with -o DIR")
     )
+
+
+def _time_shape(
+    shape: str,
+    recipe: str | None,
+    batches: list[int | str],
+    contexts: list[int],
+    settings: dict,
+    device: str,
+    output: Path | None,
+    json_: bool,
+    quiet: bool,
+) -> None:
+    from tilepress.demo import shapes
+
+    screen.quiet_libraries()
+    plans = shapes.protocols(batches, contexts, **settings)
+    _check_writable(output)
+    recipes = (shapes.RECIPES if recipe is None else recipe).split(",")
+    found = shapes.run(shape, recipes, plans, device, (lambda at: None) if quiet else say)
+    _show(found, output, screen.shape_text, json_)
+
+
+def _batches(batch: str) -> list[int | str]:
+    return ["fit" if part == "fit" else parse_list(part, "batch")[0] for part in batch.split(",")]
+
+
+def _check_writable(output: Path | None) -> None:
+    """What cannot be written is told before the work."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
+
+
+def _show(found: dict, output: Path | None, text: Callable[[dict], str], json_: bool) -> None:
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=2) if json_ else text(found))
 
 
 def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet: bool) -> list[list[str]]:

@@ -338,6 +338,22 @@ def speed_text(found: dict) -> str:
     return table(title, head, rows) + f"\n\n  {protocol['filled']}\n" + "\n".join(notes)
 
 
+def shape_text(found: dict) -> str:
+    """A table for each context, and how long the models took to make."""
+    parts = []
+    for context in dict.fromkeys(case["context"] for case in found["protocol"]["cases"]):
+        rows = [row | {"model": row["artifact"]} for row in found["rows"] if row["context"] == context]
+        parts.append(speed_text(found | {"protocol": found["protocol"] | {"context": context}, "rows": rows}))
+    made = [
+        f"  {build['artifact']} in {build['seconds']:.1f} s ("
+        + ", ".join(f"{name.removesuffix('_s')} {build[name]:.1f}" for name in build if name.endswith("_s"))
+        + ")"
+        for build in found["builds"]
+    ]
+    title = f"{found['protocol']['model']}, {found['protocol']['weights']}; made on the device:"
+    return "\n\n".join([*parts, "\n".join([f"  {title}", *made])])
+
+
 def _times(row: dict) -> list[str]:
     return [f"{row['us']:.1f}", f"{row['us_dense']:.1f}", f"{row['speedup']:.2f}"]
 

@@ -68,29 +68,40 @@ def speed(
     model: Subject, base: Subject | None, protocol: Protocol, progress: Callable[[str], None] = lambda at: None
 ) -> dict:
     """The object that `eval speed --json` prints: `rows`, one a model and batch, the base's first. Raises UsageError where a card would run a reference."""
+    found = compare([model], base, [protocol], progress)
+    filled = asdict(protocol) | {"filled": FILLED, "sampling": "greedy"}
+    return {"env": found["env"], "read_gbps": found["read_gbps"], "protocol": filled, "rows": found["rows"]}
+
+
+def compare(
+    models: list[Subject], base: Subject | None, protocols: list[Protocol], progress: Callable[[str], None]
+) -> dict:
+    """`env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol."""
     rows, facts, bandwidth = [], None, None
-    for subject in [base, model] if base is not None else [model]:
+    for subject in [base, *models] if base is not None else models:
         progress(f"loading {subject.name}")
         try:
             loaded = subject.load()
         except torch.OutOfMemoryError:
-            rows += [_too_large(subject, base, batch, protocol) for batch in protocol.batches]
+            rows += [_too_large(subject, base, batch, protocol) for protocol in protocols for batch in protocol.batches]
+            _let_go()
             continue
         device = next(loaded.parameters()).device
         if facts is None:
             facts = _environment(device)
             bandwidth = bench.read_gbps() if device.type == "cuda" else None
             torch.cuda.empty_cache()
-        for batch in protocol.batches:
-            rows.append(_row(subject, base, loaded, batch, protocol, bandwidth, progress))
+        for protocol in protocols:
+            for batch in protocol.batches:
+                rows.append(_row(subject, base, loaded, batch, protocol, bandwidth, progress))
         del loaded
         _let_go()
     for row in rows:
-        other = next((r for r in rows if r["is_base"] and r["asked"] == row["asked"] and r["fits"]), None)
+        case = [r for r in rows if (r["asked"], r["context"]) == (row["asked"], row["context"])]
+        other = next((r for r in case if r["is_base"] and r["fits"]), None)
         if other is not None and row["fits"] and not row["is_base"]:
             row |= _speedup(row, other)
-    filled = asdict(protocol) | {"filled": FILLED, "sampling": "greedy"}
-    return {"env": facts, "read_gbps": bandwidth, "protocol": filled, "rows": rows}
+    return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
 def _too_large(subject: Subject, base: Subject | None, batch: int | str, protocol: Protocol) -> dict:
