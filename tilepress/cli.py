@@ -72,14 +72,23 @@ def prune(
     model: Model,
     output: Output,
     sparsity: Annotated[float, typer.Option(help="Share of weights to prune, in [0, 1).", show_default=False)],
-    method: Annotated[str, typer.Option(metavar="magnitude", help="How weights are chosen.")] = "magnitude",
+    method: Annotated[
+        str, typer.Option(metavar="magnitude|wanda|sparsegpt|admm", help="How weights are chosen: see above.")
+    ] = "magnitude",
     scope: Annotated[
         str,
         typer.Option(
             metavar="layer|row|global",
-            help="Where the sparsity holds: in each weight, in each output row, or over all.",
+            help="Of magnitude: where the sparsity holds, in each weight, in each output row, or over all.",
         ),
     ] = "layer",
+    allocation: Annotated[
+        str,
+        typer.Option(metavar="uniform|owl|auto", help="Of the other methods: how zeros are laid out over the weights."),
+    ] = "uniform",
+    damping: Annotated[
+        float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
+    ] = 0.01,
     format: Annotated[
         str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
     ] = "auto",
@@ -89,6 +98,10 @@ def prune(
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
     *,
     how: Writing,
 ) -> None:
@@ -99,8 +112,28 @@ def prune(
     """
     from tilepress.compress.prune import PruneRecipe
 
-    recipe = PruneRecipe(sparsity, scope, method, format, value_dtype, parse_dtype(dtype), how.ignored)
-    _write_artifact(_open(model, how.revision), recipe, output, "pruning", how)
+    checkpoint, text = _open(model, how.revision), None
+    if method != "magnitude":
+        text = calibration_text(checkpoint.text_config, dataset, nsamples, seqlen, seed)
+    elif dataset is not None or nsamples is not None or seqlen is not None:
+        raise UsageError(
+            "--method magnitude reads no text, but --dataset, --nsamples or --seqlen is given",
+            "leave them out, or add --method sparsegpt",
+        )
+    recipe = PruneRecipe(
+        sparsity,
+        scope,
+        method,
+        format,
+        value_dtype,
+        parse_dtype(dtype),
+        how.ignored,
+        text,
+        allocation,
+        damping,
+        how.trust_remote_code,
+    )
+    _write_artifact(checkpoint, recipe, output, "pruning", how)
 
 
 @compress.command(

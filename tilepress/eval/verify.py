@@ -74,8 +74,13 @@ def verify(
     if source:
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
         pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
-        smoothed = {record["name"] for record in manifest["tensors"] if record.get("smoothed")}
-        checks.append(_against(checkpoint, weights, source, pruned, smoothed, progress))
+        changed = {
+            record["name"]: what
+            for record in manifest["tensors"]
+            for what in ("smoothed", "refitted")
+            if record.get(what)
+        }
+        checks.append(_against(checkpoint, weights, source, pruned, changed, progress))
     if reload:
         sound = all(check.passed for check in checks)
         checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
@@ -206,11 +211,11 @@ def _against(
     weights: dict[str, Weight],
     source: Checkpoint,
     pruned: set[str],
-    smoothed: set[str],
+    changed: dict[str, str],
     progress: Progress,
 ) -> Check:
     """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype; int8 codes must be
-    the nearest. Smoothed tensors hold other numbers of the same function: they are not compared."""
+    the nearest. Smoothed tensors hold other numbers of the same function, refitted ones make up for what was pruned: they are not compared."""
     findings = []
     findings += [f"{name} of the base is missing" for name in sorted(set(source.weights) - set(weights))]
     for done, weight in enumerate(weights.values()):
@@ -218,7 +223,7 @@ def _against(
         if weight.name not in source.weights:
             findings.append(f"{weight.name} is not in the base")
             continue
-        if weight.name in smoothed:
+        if weight.name in changed:
             continue
         try:
             theirs = source.dense(source.weights[weight.name])
@@ -246,9 +251,9 @@ def _against(
             wrong += int((differs & (mine != 0) if weight.name in pruned else differs).sum())
         if wrong:
             findings.append(f"{weight.name}: {wrong} values differ from the base")
-    skipped = len(smoothed & set(weights))
-    notes = (f"{skipped} smoothed tensors were not compared",) if skipped else ()
-    return Check("values equal the base", len(weights) - skipped, tuple(findings), notes)
+    skipped = [changed[name] for name in weights if name in changed]
+    notes = tuple(f"{skipped.count(what)} {what} tensors were not compared" for what in sorted(set(skipped)))
+    return Check("values equal the base", len(weights) - len(skipped), tuple(findings), notes)
 
 
 def _reload(path: Path, count: int) -> Check:
