@@ -104,9 +104,9 @@ class LayerPruner(Visitor):
         wanted: dict[str, Tensor] = {}
         for i, h in enumerate(hidden):
             if cross:
-                with _inputs(twins, firsts, wanted.__setitem__, stop=True):
+                with watch_inputs(twins, firsts, wanted.__setitem__, stop=True):
                     model.run(layer, self._dense[i], dense)
-            with _inputs(
+            with watch_inputs(
                 modules, firsts, lambda path, x: moments[path].add(x, path, wanted.get(path)), len(firsts) == 1
             ):
                 model.run(layer, h)
@@ -225,7 +225,7 @@ class _Seen(Exception):
 
 
 @contextlib.contextmanager
-def _inputs(
+def watch_inputs(
     modules: dict[str, nn.Module], paths: list[str], see: Callable[[str, Tensor], None], stop: bool
 ) -> Iterator[None]:
     """Shows the inputs of some linear layers while the layer around them runs; with `stop` it runs no further than the last of them."""

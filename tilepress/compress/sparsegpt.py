@@ -29,11 +29,12 @@ def prune(weight: Tensor, hessian: Tensor, zeros: int, stay: Tensor | None = Non
         last = min(first + block, columns)
         part, upper = weight[:, first:last].clone(), inverse[first:last, first:last]
         scores = (part / upper.diagonal()).square()
-        least = 0
+        count = round(zeros * last / columns) - done
         if stay is not None:
             scores[stay[:, first:last]] = -1.0
-            least = int(stay[:, first:last].sum())
-        count = min(max(round(zeros * last / columns) - done, least, 0), part.numel())
+            here, later = int(stay[:, first:last].sum()), int(stay[:, last:].sum())
+            count = max(min(count, zeros - done - later), here)
+        count = min(max(count, 0), part.numel())
         done += count
         cut = smallest(scores, count)
         errors = torch.empty_like(part)

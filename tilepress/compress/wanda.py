@@ -13,7 +13,7 @@ def prune(weight: Tensor, norms: Tensor, zeros: int) -> Tensor:
     """weight [out, in] without `zeros` of its elements, `norms` [in]: as many in each row, the remainder one each in the rows where that costs least."""
     scores = weight.float().abs() * norms
     each, more = divmod(zeros, weight.shape[0])
-    ranks = scores.argsort(1, stable=True).argsort(1)
+    ranks = scores.argsort(dim=1, stable=True).argsort(dim=1)
     cut = ranks < each
     if more:
         next_ones = ranks == each
