@@ -25,23 +25,28 @@ class Moments:
     cross: bool = False
     tokens: int = 0
     _sum: Tensor | None = field(default=None, repr=False)
-    _cross: Tensor | None = field(default=None, repr=False)
+    _difference: Tensor | None = field(default=None, repr=False)  # C - H
 
     def add(self, x: Tensor, name: str, dense: Tensor | None = None) -> None:
         """x [..., channels], with `dense` of the same shape where cross moments are asked for. Raises TilepressError naming the layer if a value is
         not finite."""
-        x = x.detach().reshape(-1, self.width).float()
+        given = x.detach().reshape(-1, self.width)
+        x = given.float()
         if not len(x):
             return
         if self._sum is None:
             self._sum = x.new_zeros(self.width, self.width)
-            self._cross = torch.zeros_like(self._sum) if self.cross else None
+            self._difference = torch.zeros_like(self._sum) if self.cross else None
         step = -(-self.width // _BLOCKS)
         with exact_in_tf32(x):
             for first in range(0, self.width, step):
                 self._sum[first : first + step, first:].addmm_(x[:, first : first + step].t(), x[:, first:])
             if self.cross:
-                self._cross.addmm_(dense.detach().reshape(-1, self.width).float().t(), x)
+                difference = dense.detach().reshape(-1, self.width).float() - x
+                if x.device.type == "cpu":  # bfloat16 matrix units: rounded relative to the difference itself
+                    self._difference += difference.to(given.dtype).t() @ given
+                else:
+                    self._difference.addmm_(difference.t(), x)
         self.tokens += len(x)
         if not bool(torch.isfinite(self._sum.diagonal()).all()):
             raise TilepressError(
@@ -70,10 +75,7 @@ class Moments:
         `factor` is the Cholesky factor of `hessian`. Of the difference between the two models' inputs the `share` is made up for."""
         if factor is None:
             return weight
-        upper = self._sum.triu()
-        difference = self._cross - (upper + upper.triu(1).t())
-        del upper
-        return weight + share / self.tokens * torch.cholesky_solve((weight @ difference).t(), factor).t()
+        return weight + share / self.tokens * torch.cholesky_solve((weight @ self._difference).t(), factor).t()
 
 
 def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:

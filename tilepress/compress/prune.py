@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress import layer_pruning
+from tilepress.compress import expectation, layer_pruning
 from tilepress.compress.allocation import ALLOCATIONS, allocate, read_allocation
 from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
@@ -104,6 +104,10 @@ class PruneRecipe(Recipe):
             del chosen["scope"]
             chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(self.text)
         return chosen
+
+    def warnings(self) -> list[str]:
+        found = expectation.warning(self.method, self.sparsity)
+        return [found] if found else []
 
     def layout(self, target: Target) -> Layout:
         return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
