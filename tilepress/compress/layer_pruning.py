@@ -67,13 +67,14 @@ class LayerPruner(Visitor):
             unused = sorted(set(names) - {path for group in groups for path in group.linears})
             if unused:
                 raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
-            for stage in stages(groups):
-                moments = self._observe(model, layer, dense, stage, hidden)
-                modules = dict(module.named_modules(prefix=layer))
+            in_order, modules = stages(groups), dict(module.named_modules(prefix=layer))
+            for stage in in_order:
+                moments = self._observe(model, layer, dense, stage, hidden, stage is in_order[-1])
                 for group in stage:
                     self._prune_group(group, moments[group.linears[0]], modules, names, found, tensors)
                 del moments
-            self._advance(model, layer, dense, hidden)
+            through = bool(in_order) and _pairs(in_order[-1])
+            self._advance(model, layer, None if through else dense, hidden)
             del dense, modules
         return found, tensors
 
@@ -93,19 +94,26 @@ class LayerPruner(Visitor):
                 self._dense[i] = model.run(layer, self._dense[i], dense).to(h.dtype).cpu()
 
     def _observe(
-        self, model: LayerByLayer, layer: str, dense: nn.Module | None, stage: list[Group], hidden: list[Tensor]
+        self,
+        model: LayerByLayer,
+        layer: str,
+        dense: nn.Module | None,
+        stage: list[Group],
+        hidden: list[Tensor],
+        last: bool,
     ) -> dict[str, Moments]:
-        """The moments of a stage's inputs, by the first linear layer that reads each."""
+        """The moments of a stage's inputs, by the first linear layer that reads each; the `last` takes the dense stream through the layer."""
         firsts = [group.linears[0] for group in stage]
-        cross = dense is not None and ".experts." not in firsts[0]  # the two models route tokens differently
+        cross = dense is not None and _pairs(stage)
         modules = dict(model.model.get_submodule(layer).named_modules(prefix=layer))
         twins = dict(dense.named_modules(prefix=layer)) if cross else {}
         moments = {path: Moments(linear_shape(modules[path])[1], cross) for path in firsts}
         wanted: dict[str, Tensor] = {}
         for i, h in enumerate(hidden):
             if cross:
-                with watch_inputs(twins, firsts, wanted.__setitem__, stop=True):
-                    model.run(layer, self._dense[i], dense)
+                with watch_inputs(twins, firsts, wanted.__setitem__, stop=not last):
+                    out = model.run(layer, self._dense[i], dense)
+                    self._dense[i] = out.to(h.dtype).cpu()
             with watch_inputs(
                 modules, firsts, lambda path, x: moments[path].add(x, path, wanted.get(path)), len(firsts) == 1
             ):
@@ -183,6 +191,11 @@ def stages(groups: list[Group]) -> list[list[Group]]:
         kind = path.rpartition(".")[2] if ".experts." in path else path
         found.setdefault(kind, []).append(group)
     return list(found.values())
+
+
+def _pairs(stage: list[Group]) -> bool:
+    """Whether the dense model's tokens come in the order of the pruned one's: not to experts, which its router chooses otherwise."""
+    return ".experts." not in stage[0].linears[0]
 
 
 def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
