@@ -18,10 +18,11 @@ ALLOWED = {
     "demo": {"eval", "runtime", "compress", "formats"},
     "hf": {"runtime"},
     "screen": set(),
+    "sweep": {"eval", "runtime", "compress", "formats"},
     "flags": {"formats", "compress.calibration"},
     "__init__": {"runtime"},
     "__main__": {"cli"},
-    "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "flags", "__init__"},
+    "cli": {"eval", "runtime", "kernels", "compress", "formats", "demo", "screen", "flags", "sweep", "__init__"},
 }
 
 

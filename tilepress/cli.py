@@ -37,6 +37,7 @@ from tilepress.flags import (
     parse_list,
     parse_shape,
     parse_share,
+    parse_sparsities,
     takes,
 )
 from tilepress.formats import TilepressError, UsageError
@@ -73,15 +74,31 @@ app.add_typer(evaluate, name="eval")
 def prune(
     model: Model,
     output: Output,
-    sparsity: Annotated[float, typer.Option(help="Share of weights to prune, in [0, 1).", show_default=False)],
-    method: Annotated[str, typer.Option(metavar="magnitude", help="How weights are chosen.")] = "magnitude",
+    sparsity: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Of weights to prune, in [0, 1); several with --sweep: 0.5,0.6,0.7.",
+            show_default=False,
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option(metavar="magnitude|wanda|sparsegpt|admm", help="How weights are chosen: see above.")
+    ] = "magnitude",
     scope: Annotated[
         str,
         typer.Option(
             metavar="layer|row|global",
-            help="Where the sparsity holds: in each weight, in each output row, or over all.",
+            help="Of magnitude: where the sparsity holds, in each weight, in each output row, or over all.",
         ),
     ] = "layer",
+    allocation: Annotated[
+        str,
+        typer.Option(metavar="uniform|owl|auto", help="Of the other methods: how zeros are laid out over the weights."),
+    ] = "uniform",
+    damping: Annotated[
+        float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
+    ] = 0.01,
     format: Annotated[
         str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
     ] = "auto",
@@ -99,20 +116,63 @@ def prune(
     ] = 0,
     blocks: Blocks = False,
     dataset: Dataset = None,
+    nsamples: Samples = None,
     seqlen: Seqlen = None,
     seed: Seed = 0,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Measure every sparsity and keep a table and a drawing, no artifact.")
+    ] = False,
+    eval_dataset: Annotated[
+        str, typer.Option(metavar="FILE|HUB_ID", help="With --sweep: the text to measure on.")
+    ] = "Salesforce/wikitext:wikitext-2-raw-v1:test",
     *,
     how: Writing,
 ) -> None:
     """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL
     (INT8 values always as a bitmap), below 15 % dense.
 
-    Magnitude pruning alone keeps a model usable to about 50 %; beyond, measure before you deploy: `tilepress eval perplexity`.
+    \b
+    --method   text  what it does
+    magnitude  no    drops the smallest weights: usable to about 50 %, destroys models above 55 %
+    wanda      yes   weighs them by their inputs: quick
+    sparsegpt  yes   and fits what is left to the dense model's outputs: the one to take
+    admm       yes   a slower search for better masks than sparsegpt's
+
+    Measured figures: docs/pruning.md. Before you deploy: `tilepress eval perplexity`, or --sweep.
     """
+    from dataclasses import replace
+
     from tilepress.compress.prune import PruneRecipe
 
-    checkpoint = _open(model, how.revision)
-    recipe = PruneRecipe(sparsity, scope, method, format, value_dtype, parse_dtype(dtype), how.ignored)
+    sparsities = parse_sparsities(sparsity)
+    if len(sparsities) > 1 and not sweep:
+        raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
+
+    checkpoint, text = _open(model, how.revision), None
+    if method != "magnitude" or recover:
+        text = calibration_text(checkpoint.text_config, dataset, nsamples, seqlen, seed)
+    elif dataset is not None or nsamples is not None or seqlen is not None:
+        raise UsageError(
+            "--method magnitude reads no text, but --dataset, --nsamples or --seqlen is given",
+            "leave them out, or add --method sparsegpt or --recover STEPS",
+        )
+    if blocks and not recover:
+        raise UsageError("--blocks goes with --recover", "add --recover STEPS, or leave it out")
+    if sweep and recover:
+        raise UsageError("--sweep measures pruning alone", "leave out --recover")
+    recipe = PruneRecipe(
+        sparsities[0],
+        scope,
+        method,
+        format,
+        value_dtype,
+        parse_dtype(dtype),
+        how.ignored,
+        text if method != "magnitude" else None,
+        allocation,
+        damping,
+        how.trust_remote_code,
+    )
     if recover:
         from tilepress.compress.recover import RecoverRecipe, Recovery
 
@@ -121,12 +181,12 @@ def prune(
                 "--recover trains floating values, in one process",
                 "prune with --recover alone, then `tilepress compress quantize --activations none` for INT8 values",
             )
-        text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)
         recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks)
         recipe = RecoverRecipe(recovery, recipe, trust_remote_code=how.trust_remote_code)
-    elif dataset is not None or seqlen is not None or blocks:
-        raise UsageError("--dataset, --seqlen and --blocks go with --recover", "add --recover STEPS, or leave them out")
-    _write_artifact(checkpoint, recipe, output, "pruning and recovering" if recover else "pruning", how)
+    if sweep:
+        _sweep(checkpoint, [replace(recipe, sparsity=value) for value in sparsities], output, eval_dataset, how)
+    else:
+        _write_artifact(checkpoint, recipe, output, "pruning and recovering" if recover else "pruning", how)
 
 
 @compress.command(
@@ -813,6 +873,35 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
     return rows
 
 
+def _sweep(checkpoint, recipes: list, output: Path, dataset: str, how: Writing) -> None:
+    """Measures every recipe, and prints and draws what came out."""
+    if how.workers > 1 or how.rank is not None or how.dry_run:
+        raise UsageError("--sweep measures one artifact after the other", "leave out --workers, --rank and --dry-run")
+    from tilepress.compress.calibration import load_tokenizer
+    from tilepress.eval.perplexity import Protocol
+    from tilepress.sweep import HEAD, cells, sweep as measure
+
+    screen.quiet_libraries()
+    protocol = Protocol(dataset, "gptq", default_seqlen(checkpoint.text_config))
+    tokenizer = load_tokenizer(checkpoint.path, how.trust_remote_code)
+    with Bar("sweep", len(recipes), how.quiet) as bar:
+        found = measure(
+            checkpoint,
+            recipes,
+            protocol,
+            output,
+            parse_device(how.device),
+            how.resume,
+            how.overwrite,
+            bar.at,
+            tokenizer,
+        )
+    title = f"  {recipes[0].method} on {dataset}; dense: {found['rows'][0]['base_perplexity']:.4f}"
+    print(json.dumps(found, indent=2) if how.json_ else table(title, HEAD, cells(found["rows"])))
+    if not how.quiet:
+        say(f"wrote {output}/sweep.md, sweep.svg and sweep.json")
+
+
 def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, told: dict | None = None) -> None:
     """Plans, writes and finishes an artifact, and prints what came out, with what else is `told`."""
     from tilepress.compress.finish import finish
@@ -824,6 +913,8 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
     targets, left = recipe.find_targets(checkpoint, how.trust_remote_code)
     recipe.check(checkpoint, targets, left)
     plan = make_plan(checkpoint, output, recipe, targets, left)
+    for warning in recipe.warnings():
+        say(f"warning: {warning}")
     if how.dry_run:
         facts = plan.facts()
         print(json.dumps(facts, indent=2) if how.json_ else screen.plan_text(facts))

@@ -184,6 +184,16 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_sparsities(text: str) -> list[float]:
+    """0.6, or 0.5,0.6,0.7. Whether they are in range is the recipe's to say."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            f"--sparsity {text!r} is no number", "0.6 prunes 60 % of the weights: --sparsity 0.6"
+        ) from error
+
+
 def parse_list(text: str, what: str) -> list[int]:
     """1,8,16."""
     try:

@@ -143,6 +143,8 @@ def result_text(facts: dict) -> str:
         lines += ["", quantization_text(facts["report"], facts.get("calibration"), per_channel), ""]
     else:
         lines.append(f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights")
+        if "allocation" in facts:
+            lines.append(pruning_text(facts))
     if "recovery" in facts:
         lines.append(recovery_text(facts["recovery"]))
     lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
@@ -169,6 +171,23 @@ def recovery_text(told: dict) -> str:
     else:
         what = f"KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
     return f"  recovered  {told['tokens']:,} tokens trained on, {told['trained_parameters']:,} weights; held-out {what}"
+
+
+def pruning_text(facts: dict) -> str:
+    """What a calibrated pruning saw, and its worst weights."""
+    seen = facts["calibration"]
+    worst = sorted(seen["pruned"], key=lambda item: -item.get("output_error", 0.0))[:5]
+    rows = [
+        [item["name"], f"{item['sparsity']:.2%}", item["method"], f"{item.get('output_error', float('nan')):.2%}"]
+        for item in worst
+    ]
+    return "\n".join(
+        [
+            f"  calibrated {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {facts['allocation']['chosen']}; the worst:\n",
+            table("", ["weight", "zeros", "method", "output error"], rows),
+            "",
+        ]
+    )
 
 
 def kv_sizes(told: dict, memory_gib: float) -> list[str]:
@@ -292,10 +311,12 @@ def inspection_text(found: dict, memory_gib: float) -> str:
             _cell(row["densest_tile"], ".1%"),
             _cell(row["wavefronts_per_32"], ".3f"),
             _cell(row["filled"], ".1%"),
+            *([row["method"] or "-", _cell(row["output_error"], ".2%")] if found["allocation"] else []),
         ]
         for row in found["rows"]
     ]
     head = ["weight", "shape", "layout", "dtype", "zeros", "bytes", "densest tile", "wavefronts/32", "filled"]
+    head += ["pruned by", "output error"] if found["allocation"] else []
     bits = 8 * found["bytes"] / max(found["elements"], 1)
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
     cache = "\n\n" + kv_text(found["kv_cache"], memory_gib) if found.get("kv_cache") else ""

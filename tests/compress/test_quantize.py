@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tilepress
 from tilepress import demo
 from tilepress.compress import calibrate as calibrating, shards
-from tilepress.compress.calibrate import wait_for_calibration
 from tilepress.compress.calibration import Text
 from tilepress.compress.finish import finish
 from tilepress.compress.observe import Observer
 from tilepress.compress.plan import make_plan, open_output
 from tilepress.compress.quantize import CHOICES, QuantizeRecipe
 from tilepress.compress.targets import find_targets
+from tilepress.compress.walk import wait_for_walk
 from tilepress.eval.perplexity import Protocol, perplexity
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, int8
@@ -289,7 +289,7 @@ def test_a_rank_without_work_sees_that_the_others_are_done(checkpoint_of, tmp_pa
 
 def test_a_rank_gives_up_when_rank_0_does_nothing(tmp_path):
     with pytest.raises(TilepressError, match="has written nothing"):
-        wait_for_calibration(tmp_path, lambda what, count: None, patience_s=0.05, every_s=0.01)
+        wait_for_walk(tmp_path, lambda what, count: None, patience_s=0.05, every_s=0.01)
 
 
 def test_resume_notices_that_text_or_weights_changed(checkpoint_of, tmp_path, cli, monkeypatch):

@@ -6,23 +6,16 @@ The float model runs: its activations do not depend on how earlier layers were q
 statistics and the hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
 """
 
-import hashlib
-import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tilepress.compress.calibration import Text, check_vocabulary, load_tokenizer
+from tilepress.compress.calibration import Text
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.observe import InputStats, Observer, clipped_share
-from tilepress.compress.plan import Plan, Progress, source_mtime
+from tilepress.compress.plan import Plan, Progress
 from tilepress.compress.smoothing import (
     ALPHAS,
     Group,
@@ -33,15 +26,12 @@ from tilepress.compress.smoothing import (
     quantized_weight,
     smooth_factors,
 )
-from tilepress.formats import TilepressError, UsageError, dtype_name, int8
-from tilepress.formats.artifact import to_json, write_atomic
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, linear_shape, read_json
+from tilepress.compress.walk import PROBE_TOKENS, Found, Visitor, check_inside, walk
+from tilepress.formats import TilepressError, int8
+from tilepress.formats.checkpoint import linear_shape
 
-FACTS = "calibration.json"  # in the work folder
-_TENSORS = "calibration.safetensors"
 FEW_TOKENS = 128  # a linear layer that saw fewer is listed
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
-_PROBE = 32  # tokens of the short runs that find groups and try folds
 
 
 @dataclass(frozen=True)
@@ -56,43 +46,21 @@ class Settings:
     trust_remote_code: bool = False
 
 
-class Calibration:
-    """A finished calibration: two files in a folder, whose tensors are read when they are asked for. Picklable."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return Calibration, (self.folder,)
-
-    @cached_property
-    def facts(self) -> dict:
-        """What it found: windows, tokens, warnings, inputs; and what it was made from, as `identity`."""
-        return read_json(self.folder / FACTS)
-
-    @cached_property
-    def _tensors(self):
-        return safe_open(self.folder / _TENSORS, framework="pt")
-
-    @cached_property
-    def _names(self) -> set[str]:
-        return set(self._tensors.keys())
-
-    def _get(self, key: str) -> Tensor | None:
-        return self._tensors.get_tensor(key) if key in self._names else None
+class Calibration(Found):
+    """A finished calibration, by the names of weights."""
 
     def columns(self, name: str) -> Tensor | None:
         """Factors of a weight's columns [in], or None."""
-        return self._get(f"columns:{name}")
+        return self.get(f"columns:{name}")
 
     def divisors(self, name: str) -> Tensor | None:
         """Divisors [out] of a norm's or bias's elements, or of a weight's rows; or None."""
-        return self._get(f"divisors:{name}")
+        return self.get(f"divisors:{name}")
 
     def beside(self, name: str) -> dict[str, Tensor]:
         """Scale and zero point of a weight's input, by the names under which they are stored."""
         _, scale, zero_point = int8.part_names(name)
-        found = {scale: self._get(f"scale:{name}"), zero_point: self._get(f"zero:{name}")}
+        found = {scale: self.get(f"scale:{name}"), zero_point: self.get(f"zero:{name}")}
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -102,88 +70,27 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer, TilepressError naming the
     layer for activations that are not finite and layers that saw no token.
     """
-    checkpoint, text = Checkpoint(plan.source), settings.text
-    windows = text.windows(load_tokenizer(checkpoint.path, settings.trust_remote_code))
-    dtype = settings.dtype or plan.targets[0].dtype
-    compute, kind = _compute_dtype(dtype, device), torch.device(device).type
-    sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
-    made_from = [plan.fingerprint, windows, sources, kind, dtype_name(compute)]
-    identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-    if (plan.work / FACTS).exists():
-        if Calibration(plan.work).facts.get("identity") != identity:
-            raise UsageError(
-                f"the weights, the text of {text.dataset} or the kind of device have changed since {plan.output} was calibrated",
-                "start again with --overwrite",
-            )
-        return Calibration(plan.work)
-    tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
-    facts: dict = {"identity": identity, "windows": len(windows), "tokens": tokens, "warnings": [], "inputs": []}
-    if tokens < wanted:
-        facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
-    facts |= {"computed_in": dtype_name(compute), "device": kind}
-    model = LayerByLayer(checkpoint, plan.targets, device, compute, settings.dtype, settings.trust_remote_code)
-    check_vocabulary(windows, model.model)
-    if model.outside:
-        names = [name.removesuffix(".weight") for name in model.outside]
-        raise UsageError(
-            f"{', '.join(names[:3])} stand in no decoder layer and cannot be calibrated",
-            "leave them alone: " + " ".join(f"--ignore {name}" for name in names[:3]),
-        )
-    files = [plan.work / f"layer-{identity[:16]}-{i:04d}" for i in range(len(model.layers))]
-    last = max(i for i, file in enumerate(files) if i == 0 or not file.with_suffix(".json").exists())
-    hidden = [model.embed(torch.tensor(window)).to(dtype) for window in windows]
-    model.embed(torch.zeros(min(_PROBE, *map(len, windows)), dtype=torch.long))  # for the probes
-    for number, (layer, file) in enumerate(zip(model.layers, files, strict=True)):
-        progress(f"calibrating {layer}", 0)
-        if not file.with_suffix(".json").exists():
-            found, tensors = _calibrate_layer(model, layer, hidden, settings, dtype)
-            _write_tensors(file.with_suffix(".safetensors"), tensors)
-            write_atomic(file.with_suffix(".json"), to_json(found), plan.work)
-        elif number < last:
-            with model.loaded(layer):
-                for i, h in enumerate(hidden):
-                    hidden[i] = model.run(layer, h).to(dtype).cpu()
-        progress(f"calibrating {layer}", sum(target.elements for target in model.targets_of[layer]))
-    tensors = {}
-    for file in files:
-        found = read_json(file.with_suffix(".json"))
-        facts["inputs"] += found["inputs"]
-        facts["warnings"] += found["warnings"]
-        tensors |= load_file(file.with_suffix(".safetensors"))
-    _write_tensors(plan.work / _TENSORS, tensors)
-    write_atomic(plan.work / FACTS, to_json(facts), plan.work)
+    visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
+    walk(plan, settings.text, visitor, device, progress, settings.dtype, settings.trust_remote_code)
     return Calibration(plan.work)
 
 
-def wait_for_calibration(work: Path, progress: Progress, patience_s: float = 1800.0, every_s: float = 1.0) -> bool:
-    """Another rank's wait until rank 0 has calibrated; False if the whole artifact is complete by then.
+class _Ranges(Visitor):
+    """Calibrates layer by layer; the float model runs on."""
 
-    Raises TilepressError when nothing has happened for so long."""
-    changed, seen = time.monotonic(), None
-    while not (work / FACTS).exists():
-        if (work.parent / MANIFEST_NAME).exists():
-            return False
-        progress("waiting for the calibration of rank 0", 0)
-        files = sorted(path.name for path in work.glob("layer-*"))
-        if files != seen:
-            changed, seen = time.monotonic(), files
-        if time.monotonic() - changed > patience_s:
-            raise TilepressError(
-                f"rank 0 has written nothing to {work} for {patience_s / 60:.0f} minutes",
-                "look at rank 0, then start again",
-            )
-        time.sleep(every_s)
-    return True
+    def __init__(self, settings: Settings, dtype: torch.dtype):
+        self.settings, self.dtype = settings, dtype
 
+    def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
+        check_inside(model)
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    write_atomic(path, save(tensors), path.parent)
+    def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
+        return _calibrate_layer(model, layer, hidden, self.settings, self.dtype)
 
-
-def _compute_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """The model's own on a card and on CPUs with bfloat16 matrix units; else float32, which is many times faster there."""
-    native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)() and dtype == torch.bfloat16
-    return dtype if device != "cpu" or native else torch.float32
+    def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
+        with model.loaded(layer):
+            for i, h in enumerate(hidden):
+                hidden[i] = model.run(layer, h).to(self.dtype).cpu()
 
 
 def _calibrate_layer(
@@ -194,7 +101,7 @@ def _calibrate_layer(
     smooth = settings.smooth != "off"
     with model.loaded(layer) as module:
         modules = dict(module.named_modules(prefix=layer))
-        probe = min(hidden, key=lambda h: h.shape[1])[:, :_PROBE]
+        probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
         groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=smooth)
         unused = sorted(set(names) - {path for group in groups for path in group.linears})
         if unused:

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 from tilepress import __version__
+from tilepress.compress import expectation
 from tilepress.compress.plan import Plan, done_record, other_files
 from tilepress.formats import TilepressError, sparse
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
@@ -159,8 +160,30 @@ def model_card(manifest: dict) -> str:
             "`tilepress.load(DIR)` generates with it; other loaders ignore it.",
             "",
         ]
+    lines += _expected(manifest)
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
     return "\n".join(lines)
+
+
+def _expected(manifest: dict) -> list[str]:
+    """How the zeros were chosen, and what speaks against it."""
+    made = manifest
+    while "method" not in made["settings"] and "recipe" in made["source"]:
+        made = made["source"]["recipe"]
+    method, sparsity = made["settings"].get("method"), made["settings"].get("sparsity")
+    if method is None:
+        return []
+    warned = expectation.warning(method, sparsity)
+    if warned:
+        return [f"**Warning**: {warned}.", ""]
+    if "allocation" not in manifest:
+        return []
+    seen = manifest["calibration"]
+    return [
+        f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
+        "the sparsity and the output error of every weight are in `tilepress.json`.",
+        "",
+    ]
 
 
 def _how_packed(packed: list[dict]) -> str:

@@ -95,11 +95,12 @@ class LayerByLayer:
             )
         return found[0][0].cpu()
 
-    def run(self, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
-        """A loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen."""
+    def run(self, layer: str, hidden: Tensor, twin: nn.Module | None = None, grad: bool = False) -> Tensor:
+        """A loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen; or that of a `twin` of it."""
         args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]
         with torch.set_grad_enabled(grad):
-            out = self.model.get_submodule(layer)(hidden.to(self.device, self.dtype), *args, **kwargs)
+            module = self.model.get_submodule(layer) if twin is None else twin
+            out = module(hidden.to(self.device, self.dtype), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     def argument(self, name: str):

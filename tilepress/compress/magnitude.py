@@ -135,6 +135,23 @@ def prune_rows(weight: Tensor, count: int, name: str) -> tuple[Tensor, PruneStat
     return out, stats
 
 
+def smallest(scores: Tensor, count: int) -> Tensor:
+    """Marks exactly the `count` smallest of scores of any shape; of equal ones the first."""
+    flat = scores.reshape(-1)
+    if not count:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    limit = _kth(flat, count)
+    cut, equal = flat < limit, flat == limit
+    ties = equal.nonzero().squeeze(1)[: count - int(cut.sum())]
+    cut[ties] = True
+    return cut.view(scores.shape)
+
+
+def _kth(flat: Tensor, count: int) -> Tensor:
+    """The `count`-th smallest value; a card's own kthvalue is slow on long vectors."""
+    return flat.kthvalue(count).values if flat.device.type == "cpu" else flat.sort().values[count - 1]
+
+
 def _finish(piece: Tensor, cut: Tensor, out: Tensor, stats: PruneStats) -> None:
     torch.where(cut, torch.zeros((), dtype=piece.dtype, device=piece.device), piece, out=out)
     stats.zeros += int(torch.count_nonzero(cut))

@@ -84,6 +84,10 @@ class Recipe:
         )
         return mine + (self.passes - 1) * once
 
+    def warnings(self) -> list[str]:
+        """What speaks against these settings, said before the work starts."""
+        return []
+
     def foreseen(self, checkpoint: Checkpoint) -> dict:
         """Further facts for `--dry-run`."""
         return {}
@@ -201,7 +205,7 @@ class Plan:
             "left_alone": {item["name"]: item["reason"] for item in manifest["left_alone"]},
         } | {
             key: manifest[key]
-            for key in ("settings", "calibration", "report", "kv_cache", "recovery")
+            for key in ("settings", "calibration", "allocation", "report", "kv_cache", "recovery")
             if key in manifest
         }
 

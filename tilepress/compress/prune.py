@@ -1,28 +1,34 @@
-"""Unstructured magnitude pruning of every linear weight: the recipe behind `tilepress compress prune`.
+"""Unstructured pruning of every linear weight: the recipe behind `tilepress compress prune`.
 
-`sparsity` is the share of zeros: per weight (`layer`), per output row (`row`), or over all of them together (`global`). The count
-of zeros is round(sparsity * elements), met to the element; a weight that has more zeros already keeps them. The baseline of the
-field: Han et al. 2015 (arXiv 1506.02626); uniform per layer is what published comparisons mean by "magnitude".
+`magnitude` needs no text. `sparsity` is then the share of zeros: per weight (`layer`), per output row (`row`), or over all of them together (`global`). The
+baseline of the field: Han et al. 2015 (arXiv 1506.02626); uniform per layer is what published comparisons mean by "magnitude".
+`wanda`, `sparsegpt` and `admm` look at calibration text (layer_pruning.py), and `sparsity` is the share of zeros of all weights together, laid out by
+an allocation.
+The count of zeros is round(sparsity * elements), met to the element; a weight that has more zeros already keeps them.
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilepress.compress import expectation, layer_pruning
+from tilepress.compress.allocation import ALLOCATIONS, allocate, read_allocation
+from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
 from tilepress.compress.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
 from tilepress.compress.plan import Plan, Progress, Recipe, source_mtime
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.walk import Found, manifest_facts, wait_for_walk, walk
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 
 SCOPES = ("layer", "row", "global")
-METHODS = ("magnitude",)
+METHODS = ("magnitude", *layer_pruning.METHODS)
 VALUE_DTYPES = ("auto", "int8")
 
 
@@ -37,13 +43,21 @@ class PruneRecipe(Recipe):
     value_dtype: str = "auto"  # of stored values: auto, the weight's | int8
     dtype: torch.dtype | None = None  # cast floating tensors to it first
     ignore: tuple[str, ...] = ("lm_head",)
+    text: Text | None = None  # of methods that calibrate
+    allocation: str = "uniform"  # uniform | owl | auto: of methods that calibrate
+    damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
+    trust_remote_code: bool = False
 
     command = "compress prune"
 
     @property
+    def calibrates(self) -> bool:
+        return self.method != "magnitude"
+
+    @property
     def passes(self) -> int:
-        """How often the targets are read: a global threshold needs one more look at them, or two in float32."""
-        return 2 if self.scope == "global" else 1
+        """How often the targets are read: a global threshold needs one more look at them (or two in float32), a calibration too, and an allocation another."""
+        return 1 + (self.scope == "global" or self.calibrates) + (self.calibrates and self.allocation != "uniform")
 
     def __post_init__(self):
         if not 0 <= self.sparsity < 1:
@@ -55,15 +69,29 @@ class PruneRecipe(Recipe):
             (self.method, METHODS, "method"),
             (self.format, FORMATS, "format"),
             (self.value_dtype, VALUE_DTYPES, "value-dtype"),
+            (self.allocation, ALLOCATIONS, "allocation"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
         if self.value_dtype == "int8" and self.format not in ("auto", "tiled-bitmap"):
             raise UsageError(f"--format {self.format} has no int8 values", "choose --format tiled-bitmap")
+        if self.calibrates and self.text is None:
+            raise UsageError(f"--method {self.method} needs text", "add --dataset FILE or HUB_ID")
+        if self.calibrates and self.scope != "layer":
+            raise UsageError(
+                f"--scope {self.scope} is of --method magnitude", f"--allocation lays out the zeros of {self.method}"
+            )
+        if not self.calibrates and self.allocation != "uniform":
+            raise UsageError(
+                f"--allocation {self.allocation} needs a method that reads text",
+                "add --method sparsegpt (or wanda, admm)",
+            )
+        if not 0 < self.damping <= 1:
+            raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
         check_patterns(self.ignore)
 
     def settings(self) -> dict:
-        return {
+        chosen = {
             "sparsity": self.sparsity,
             "scope": self.scope,
             "method": self.method,
@@ -72,6 +100,14 @@ class PruneRecipe(Recipe):
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
+        if self.calibrates:
+            del chosen["scope"]
+            chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(self.text)
+        return chosen
+
+    def warnings(self) -> list[str]:
+        found = expectation.warning(self.method, self.sparsity)
+        return [found] if found else []
 
     def layout(self, target: Target) -> Layout:
         return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
@@ -86,9 +122,27 @@ class PruneRecipe(Recipe):
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         if self.format != "dense":
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
+        if self.text is not None:
+            check_window(self.text.seqlen, checkpoint.text_config)
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict:
-        """For `global` the threshold over all targets; else nothing. Each shard's histogram is a file."""
+    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+        writing = super().peak_bytes(checkpoint, targets)
+        if not self.calibrates:
+            return writing
+        return max(
+            writing, layer_pruning.peak_bytes(checkpoint, targets, self.text, self.method, dense=self.method != "wanda")
+        )
+
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+        """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
+
+        Each shard's histogram, and each layer's pruned weights, are files."""
+        if self.calibrates:
+            if rank and not wait_for_walk(plan.work, progress):
+                return None
+            if not rank:
+                self._prune_layers(plan, device, progress)
+            return {"pruned": Found(plan.work), "zeros": read_allocation(plan).zeros}
         if self.scope != "global":
             return {}
         dtypes = {self.dtype or target.dtype for target in plan.targets}
@@ -112,6 +166,12 @@ class PruneRecipe(Recipe):
             "ties_left": {},
             "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
+
+    def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
+        zeros = allocate(plan, self, device, progress).zeros
+        settings = layer_pruning.Settings(self.method, zeros, self.damping)
+        visitor = layer_pruning.LayerPruner(settings, self.dtype or plan.targets[0].dtype)
+        walk(plan, self.text, visitor, device, progress, self.dtype, self.trust_remote_code)
 
     def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
         checkpoint, work, files = Checkpoint(plan.source), plan.work, []
@@ -137,6 +197,8 @@ class PruneRecipe(Recipe):
         return files
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        if self.calibrates:
+            return self._calibrated(target, weight, state)
         if self.scope == "row":
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
@@ -147,6 +209,24 @@ class PruneRecipe(Recipe):
         else:
             pruned, stats = prune(weight, layer_threshold(weight, self.count(target.elements), target.name))
         return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)})
+
+    def _calibrated(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        """The weight as calibration left it; one that is in no decoder layer is pruned by magnitude."""
+        pruned = state["pruned"].get(target.name)
+        if pruned is None:
+            pruned, stats = prune(weight, layer_threshold(weight, state["zeros"][target.name], target.name))
+            return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6), "method": "magnitude"})
+        pruned = pruned.to(weight.device)
+        whole = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
+        moved = float(torch.linalg.vector_norm(pruned.float() - weight.float()))
+        record = {"zeros": int((pruned == 0).sum()), "error": round(moved / whole, 6) if whole else 0.0}
+        return Compressed(pruned, record | ({"refitted": True} if self.method != "wanda" else {}))
+
+    def describe(self, plan: Plan, tensors: list[dict]) -> dict:
+        if not self.calibrates:
+            return {}
+        found = read_allocation(plan)
+        return {"calibration": manifest_facts(plan.work), "allocation": {"chosen": found.chosen} | found.facts}
 
 
 def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate, wait_for_calibration
+from tilepress.compress.calibrate import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import Compressed, Int8Layout, Layout, TiledBitmapLayout
 from tilepress.compress.observe import HISTOGRAM_BYTES, Observer
 from tilepress.compress.plan import Plan, Progress, Recipe
 from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.walk import manifest_facts, wait_for_walk
 from tilepress.experts import EXPERT_WEIGHT
 from tilepress.formats import UsageError, dtype_name, sparse
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
@@ -149,7 +150,7 @@ class QuantizeRecipe(Recipe):
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         if self.text is None:
             return {"calibration": None}
-        if rank and not wait_for_calibration(plan.work, progress):
+        if rank and not wait_for_walk(plan.work, progress):
             return None
         smooth = "channel" if self.activations == "channel" else self.smooth
         settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
@@ -203,8 +204,7 @@ class QuantizeRecipe(Recipe):
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         facts = {}
         if self.text is not None:
-            # The identity holds times of files: the same run elsewhere would give other bytes.
-            facts["calibration"] = {k: v for k, v in Calibration(plan.work).facts.items() if k != "identity"}
+            facts["calibration"] = manifest_facts(plan.work)
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:

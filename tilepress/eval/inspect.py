@@ -24,6 +24,9 @@ class WeightRow:
     value_dtype: str | None = None  # of a bitmap's values
     filled: float | None = None  # share of a bitmap's places that hold a non-zero
     error: float | None = None  # relative Frobenius error against the source
+    asked: float | None = None  # the sparsity that an allocation chose
+    method: str | None = None  # by which it was pruned
+    output_error: float | None = None  # of its outputs on calibration text, relative
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Inspection:
     rows: tuple[WeightRow, ...]
     left_alone: dict[str, str]  # name: reason
     kv_cache: dict | None = None  # what the manifest tells of it
+    allocation: str | None = None  # how a calibrated pruning laid out its zeros
 
     @property
     def bytes(self) -> int:
@@ -49,6 +53,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     """Describes every weight of a dense or compressed checkpoint."""
     manifest = checkpoint.manifest or {}
     records = {record["name"]: record for record in manifest.get("tensors", [])}
+    chosen = {item["name"]: item for item in manifest.get("calibration", {}).get("pruned", [])}
     rows = []
     for weight in checkpoint.weights.values():
         record = records.get(weight.name, {})
@@ -74,6 +79,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
                 "int8" if tile and weight.is_int8 else record.get("value_dtype"),
                 nonzeros / record["slots"] if nonzeros and record.get("slots") else None,
                 record.get("error"),
+                *(chosen.get(weight.name, {}).get(key) for key in ("sparsity", "method", "output_error")),
             )
         )
     made_by = None
@@ -89,4 +95,5 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
         tuple(rows),
         {item["name"]: item["reason"] for item in manifest.get("left_alone", [])},
         manifest.get("kv_cache"),
+        manifest.get("allocation", {}).get("chosen"),
     )

@@ -74,9 +74,13 @@ def verify(
     if source:
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
         pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
-        smoothed = {record["name"] for record in manifest["tensors"] if record.get("smoothed")}
-        trained = {record["name"] for record in manifest["tensors"] if record.get("trained")}
-        checks.append(_against(checkpoint, weights, source, pruned, smoothed, trained, progress))
+        changed = {
+            record["name"]: what
+            for record in manifest["tensors"]
+            for what in ("smoothed", "refitted", "trained")
+            if record.get(what)
+        }
+        checks.append(_against(checkpoint, weights, source, pruned, changed, progress))
     if reload:
         sound = all(check.passed for check in checks)
         checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
@@ -207,13 +211,12 @@ def _against(
     weights: dict[str, Weight],
     source: Checkpoint,
     pruned: set[str],
-    smoothed: set[str],
-    trained: set[str],
+    changed: dict[str, str],
     progress: Progress,
 ) -> Check:
     """Every value, or every non-zero one of a pruned weight, must be the source's converted to the artifact's dtype; int8 codes must be
-    the nearest. Smoothed tensors hold other numbers of the same function: they are not compared. Of trained ones the zeros are, where the
-    source is the pruned model: each must still be one."""
+    the nearest. Smoothed tensors hold other numbers of the same function, refitted ones make up for what was pruned: they are not compared. Of trained
+    ones the zeros are, where the source is the pruned model: each must still be one."""
     findings = []
     findings += [f"{name} of the base is missing" for name in sorted(set(source.weights) - set(weights))]
     for done, weight in enumerate(weights.values()):
@@ -221,7 +224,7 @@ def _against(
         if weight.name not in source.weights:
             findings.append(f"{weight.name} is not in the base")
             continue
-        if weight.name in smoothed:
+        if changed.get(weight.name) in ("smoothed", "refitted"):
             continue
         try:
             theirs = source.dense(source.weights[weight.name])
@@ -243,7 +246,7 @@ def _against(
         if ours.shape != theirs.shape:
             findings.append(f"{weight.name} is {list(ours.shape)}, in the base {list(theirs.shape)}")
             continue
-        if weight.name in trained:
+        if changed.get(weight.name) == "trained":
             still = int(torch.count_nonzero(ours[theirs == 0])) if _zeros(theirs) >= 0.5 * _zeros(ours) else 0
             findings += [f"{weight.name}: {still} zeros of the base are none"] if still else []
             continue
@@ -253,11 +256,13 @@ def _against(
             wrong += int((differs & (mine != 0) if weight.name in pruned else differs).sum())
         if wrong:
             findings.append(f"{weight.name}: {wrong} values differ from the base")
-    skipped = len(smoothed & set(weights))
-    notes = (f"{skipped} smoothed tensors were not compared",) if skipped else ()
-    learned = len(trained & set(weights))
-    notes += (f"of {learned} trained tensors only zeros were compared",) if learned else ()
-    return Check("values equal the base", len(weights) - skipped, tuple(findings), notes)
+    skipped = [changed[name] for name in weights if name in changed]
+    notes = tuple(
+        f"{skipped.count(what)} {what} tensors were not compared" for what in sorted({*skipped} - {"trained"})
+    )
+    if learned := skipped.count("trained"):
+        notes += (f"of {learned} trained tensors only zeros were compared",)
+    return Check("values equal the base", len(weights) - len(skipped) + learned, tuple(findings), notes)
 
 
 def _zeros(tensor: torch.Tensor) -> int:

@@ -1,0 +1,211 @@
+"""`compress prune` with calibration text: exact counts in every family, better than magnitude, resumable, experts that saw too little."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import few_words, prune, run_recipe
+from interruption import digest, stopped_before
+from safetensors.torch import load_file, save_file
+
+import tilepress
+from tilepress.compress import layer_pruning
+from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.targets import find_targets
+from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.verify import verify
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import Checkpoint
+
+TEXT = few_words(8, 64)
+
+
+def check_zeros(source, output, sparsity, manifest):
+    """The whole is exact to the element, and what the manifest says of each weight is true."""
+    checkpoint, result = Checkpoint(source), Checkpoint(output)
+    targets = {t.name: t for t in find_targets(checkpoint, ("lm_head",))[0]}
+    zeros = {name: int((result.dense(result.weights[name]) == 0).sum()) for name in targets}
+    assert sum(zeros.values()) == round(sparsity * sum(t.elements for t in targets.values()))
+    for record in manifest["tensors"]:
+        if record["name"] in targets:
+            assert record["zeros"] == zeros[record["name"]]
+    for item in manifest["calibration"]["pruned"]:
+        assert item["zeros"] == zeros[item["name"]]
+        assert item["sparsity"] == pytest.approx(zeros[item["name"]] / targets[item["name"]].elements)
+    return zeros
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("method", layer_pruning.METHODS)
+def test_zeros_are_exact_in_every_family(checkpoint_of, tmp_path, family, method):
+    source = checkpoint_of(family, torch.float32)
+    manifest = prune(source, tmp_path / "out", 0.537, format="dense", method=method, text=TEXT)
+    check_zeros(source, tmp_path / "out", 0.537, manifest)
+    saw = {item["method"] for item in manifest["calibration"]["pruned"]}
+    assert method in saw and saw <= {method, "magnitude"}
+    assert all(check.passed for check in verify(tmp_path / "out", source))
+
+
+@pytest.mark.parametrize("allocation", ["owl", "auto"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_allocations_are_exact_and_told(checkpoint_of, tmp_path, family, allocation):
+    source = checkpoint_of(family)
+    text = few_words(8, 128)
+    manifest = prune(source, tmp_path / "out", 0.6, method="sparsegpt", text=text, allocation=allocation, format="auto")
+    zeros = check_zeros(source, tmp_path / "out", 0.6, manifest)
+    shares = manifest["allocation"]["sparsity"]
+    assert manifest["allocation"]["chosen"] == allocation and len({round(v, 4) for v in shares.values()}) > 1
+    assert all(0.4 <= value <= 0.8 for value in shares.values())
+    layers = Checkpoint(source).weights
+    for name, value in shares.items():
+        assert zeros[name] == pytest.approx(
+            value * layers[name].entries[0].shape[0] * layers[name].entries[0].shape[1], abs=1.01
+        )
+
+
+def measured(folder, base, text) -> float:
+    model, other = (tilepress.load(path, dtype=torch.float32) for path in (folder, base))
+    from transformers import AutoTokenizer
+
+    return perplexity(model, AutoTokenizer.from_pretrained(folder), Protocol(str(text), seqlen=512, limit=12), other)[
+        "perplexity"
+    ]
+
+
+def test_better_methods_are_better(tiny, halves, tmp_path):
+    """On text that neither training of the masks nor the refit saw."""
+    text, held_out = halves
+    found = {}
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        settings = {} if method == "magnitude" else {"text": text}
+        prune(tiny, tmp_path / method, 0.6, format="dense", method=method, **settings)
+        found[method] = measured(tmp_path / method, tiny, held_out)
+    assert found["sparsegpt"] < 0.8 * found["wanda"] < 0.8 * found["magnitude"], found
+
+
+def test_kept_weights_of_wanda_are_the_sources(checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
+    prune(source, tmp_path / "out", 0.5, format="dense", method="wanda", text=TEXT)
+    before, after = Checkpoint(source), Checkpoint(tmp_path / "out")
+    for target in find_targets(before)[0]:
+        pruned, weight = after.read(target.name), before.read(target.name)
+        assert torch.equal(pruned[pruned != 0], weight[pruned != 0])
+        by_row = (pruned == 0).sum(1)
+        assert int(by_row.max() - by_row.min()) <= 1
+
+
+def test_a_later_layer_gets_what_the_pruned_ones_make(checkpoint_of, tmp_path):
+    """The second layer's fit depends on how the first was pruned; without its inputs changed it would not."""
+    source = checkpoint_of("llama", torch.float32)
+    results = []
+    for ignore in (("lm_head",), ("lm_head", "model.layers.0.*")):
+        folder = tmp_path / str(len(results))
+        prune(source, folder, 0.5, format="dense", method="wanda", text=TEXT, ignore=ignore)
+        results.append(Checkpoint(folder).read("model.layers.1.mlp.down_proj.weight"))
+    assert not torch.equal(*results)
+
+
+def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, tmp_path, monkeypatch):
+    source = checkpoint_of("llama", shard_size="10MB")
+    recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
+    run_recipe(recipe, source, tmp_path / "whole")
+    run_recipe(recipe, source, tmp_path / "again")
+    expected = digest(tmp_path / "whole")
+    assert digest(tmp_path / "again") == expected
+    for step in (2, 4, 5, 6, 8):
+        output = tmp_path / f"stopped-{step}"
+        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch)
+        run_recipe(recipe, source, output, resume=True)
+        assert digest(output) == expected, step
+    other = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=few_words(7, 64))
+    run_recipe(other, source, tmp_path / "other")
+    assert digest(tmp_path / "other") != expected
+
+
+def test_experts_that_saw_too_little_are_named(checkpoint_of, tmp_path, monkeypatch):
+    source = checkpoint_of("mixtral")
+    monkeypatch.setattr(layer_pruning, "FEW_TOKENS", 10_000_000)
+    manifest = prune(source, tmp_path / "out", 0.5, format="auto", method="sparsegpt", text=TEXT)
+    seen = manifest["calibration"]
+    assert {item["method"] for item in seen["pruned"]} == {"magnitude"}
+    assert any("saw only" in w and "by magnitude" in w for w in seen["warnings"])
+    check_zeros(source, tmp_path / "out", 0.5, manifest)
+
+
+def test_short_text_is_told_and_no_text_refused(checkpoint_of, tmp_path):
+    source, short = checkpoint_of("llama"), tmp_path / "short.txt"
+    short.write_text("import os\n" * 40)
+    text = few_words(16, 64, short)
+    manifest = prune(source, tmp_path / "out", 0.5, format="auto", method="sparsegpt", text=text)
+    assert any("of the 1,024 asked for" in warning for warning in manifest["calibration"]["warnings"])
+    short.write_text("")
+    with pytest.raises(UsageError, match="no text"):
+        prune(source, tmp_path / "none", 0.5, format="auto", method="sparsegpt", text=text)
+
+
+def test_activations_that_overflow_are_named(tiny, tmp_path):
+    tensors = load_file(tiny / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"][7] = 3e38
+    folder = tmp_path / "loud"
+    folder.mkdir()
+    for path in tiny.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TilepressError, match=r"layers\.[12]\..* is not finite"):
+        prune(folder, tmp_path / "out", 0.5, method="sparsegpt", text=TEXT)
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (("--method", "sparsegpt", "--scope", "row"), "--scope row is of --method magnitude"),
+        (("--allocation", "owl"), "needs a method that reads text"),
+        (("--allocation", "best", "--method", "wanda"), "--allocation best is unknown"),
+        (("--method", "sparsegpt", "--damping", "0"), "--damping 0"),
+        (("--nsamples", "4"), "reads no text"),
+    ],
+)
+def test_settings_that_contradict_each_other(cli, tiny, text, tmp_path, words, message):
+    more = () if words[0] == "--nsamples" or "--method" not in words else ("--dataset", text)
+    ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", *words, *more)
+    assert ran.code == 2 and message in ran.err and not (tmp_path / "x").exists()
+
+
+def test_magnitude_beyond_its_reach_is_warned_of(cli, tiny, tmp_path):
+    for sparsity, warned in (("0.5", False), ("0.7", True)):
+        ran = cli("compress", "prune", tiny, "-o", tmp_path / sparsity, "--sparsity", sparsity)
+        card = (tmp_path / sparsity / "README.md").read_text()
+        assert ran.code == 0 and ("--method sparsegpt" in ran.err) == warned == ("--method sparsegpt" in card)
+
+
+def test_the_command_line_and_inspect(cli, tiny, text, tmp_path):
+    words = ("--sparsity", "0.5", "--method", "sparsegpt", "--allocation", "owl")
+    words += ("--dataset", text, "--nsamples", "4", "--seqlen", "128")
+    ran = cli("compress", "prune", tiny, "-o", tmp_path / "out", *words)
+    assert ran.code == 0 and "allocation owl" in ran.out and "output error" in ran.out
+    shown = cli("inspect", tmp_path / "out")
+    assert "sparsegpt" in shown.out and "output error" in shown.out
+    rows = cli("inspect", tmp_path / "out", "--json").json["rows"]
+    assert sum(row["method"] == "sparsegpt" for row in rows) == 28
+    assert "sparsegpt on 512 tokens" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
+    part = tmp_path / "part.txt"
+    part.write_text(json.loads(text.read_text().splitlines()[0])["text"] * 3)
+    text = part
+    words = ("compress", "prune", tiny, "-o", tmp_path / "out", "--sparsity", "0.5,0.3", "--eval-dataset", text)
+    assert cli(*words).code == 2
+    ran = cli(*words, "--sweep", "--json")
+    rows = ran.json["rows"]
+    assert ran.code == 0 and [row["sparsity_asked"] for row in rows] == [0.3, 0.5]
+    assert rows[0]["perplexity"] < rows[1]["perplexity"] and rows[0]["bytes"] > rows[1]["bytes"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep.md", "sweep.svg"}
+    drawn = (tmp_path / "out" / "sweep.svg").read_text()
+    assert drawn.startswith("<svg") and drawn.count("<circle") == 4
+    assert f"{rows[1]['perplexity']:.4f}" in (tmp_path / "out" / "sweep.md").read_text()
+    assert cli(*words, "--sweep").code == 2
+    again = cli(*words, "--sweep", "--resume", "--json")
+    assert again.code == 0 and json.loads(again.out)["rows"] == rows
+    assert math.isclose(rows[0]["times_dense"], rows[0]["perplexity"] / rows[0]["base_perplexity"])

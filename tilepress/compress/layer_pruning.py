@@ -1,0 +1,262 @@
+"""Pruning with calibration text, one decoder layer in memory at a time: what wanda, SparseGPT and ADMM are given, and in which order.
+
+Within a layer the linear layers are pruned in the order in which they run. Those that read one input share its moments; the next ones see what the pruned
+ones before them make of the text, and the next layer gets the pruned layer's outputs. So every weight is fitted to the inputs that it will have; with
+`catch_up` a second
+stream of hidden states, the dense model's, tells what its outputs should have been. Memory is the embeddings, two copies of a layer, the moments of
+one input (of all experts' at once), the
+solver's matrices, and the hidden states of all windows, with `catch_up` twice, on the CPU in the model's dtype.
+"""
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilepress.compress import admm, sparsegpt, wanda
+from tilepress.compress.calibration import Text
+from tilepress.compress.layerwise import LayerByLayer
+from tilepress.compress.layouts import converted
+from tilepress.compress.magnitude import layer_threshold, prune as prune_magnitude
+from tilepress.compress.moments import Moments, cholesky
+from tilepress.compress.smoothing import Group, find_groups
+from tilepress.compress.targets import Target
+from tilepress.compress.walk import PROBE_TOKENS, Visitor
+from tilepress.experts import EXPERT_WEIGHT
+from tilepress.formats import TilepressError
+from tilepress.formats.checkpoint import Checkpoint, linear_shape
+
+METHODS = ("wanda", "sparsegpt", "admm")
+FEW_TOKENS = 128  # an expert that saw fewer is pruned by magnitude
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a recipe concerns this pass. `zeros` is a weight's count by its stored name."""
+
+    method: str
+    zeros: dict[str, int]
+    damping: float
+    catch_up: float = 0.5  # share of the difference between dense and pruned inputs that weights make up for; 0 needs no second stream
+
+
+class LayerPruner(Visitor):
+    """Prunes layer by layer; the pruned model runs on. Tensors are the pruned weights [out, in] by their stored names."""
+
+    def __init__(self, settings: Settings, dtype: torch.dtype):
+        self.settings, self.dtype = settings, dtype
+        self._dense: list[Tensor] = []  # hidden states of the dense model
+
+    def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
+        self._dense = list(hidden) if self.settings.catch_up and self.settings.method != "wanda" else []
+
+    def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
+        names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
+        found: dict = {"pruned": [], "warnings": []}
+        tensors: dict[str, Tensor] = {}
+        if layer == model.layers[0]:
+            found["warnings"] += [f"{name} is in no decoder layer: pruned by magnitude" for name in model.outside]
+        with model.loaded(layer) as module:
+            dense = copy.deepcopy(module) if self._dense else None
+            probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
+            groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=False)
+            unused = sorted(set(names) - {path for group in groups for path in group.linears})
+            if unused:
+                raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
+            in_order, modules = stages(groups), dict(module.named_modules(prefix=layer))
+            for stage in in_order:
+                moments = self._observe(model, layer, dense, stage, hidden, stage is in_order[-1])
+                for group in stage:
+                    self._prune_group(group, moments[group.linears[0]], modules, names, found, tensors)
+                del moments
+            through = bool(in_order) and _pairs(in_order[-1])
+            self._advance(model, layer, None if through else dense, hidden)
+            del dense, modules
+        return found, tensors
+
+    def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
+        with model.loaded(layer) as module:
+            dense = copy.deepcopy(module) if self._dense else None
+            modules = dict(module.named_modules(prefix=layer))
+            for name, weight in tensors.items():
+                _put(modules[model.module_of[name]], weight)
+            self._advance(model, layer, dense, hidden)
+            del dense, modules
+
+    def _advance(self, model: LayerByLayer, layer: str, dense: nn.Module | None, hidden: list[Tensor]) -> None:
+        for i, h in enumerate(hidden):
+            hidden[i] = model.run(layer, h).to(h.dtype).cpu()
+            if dense is not None:
+                self._dense[i] = model.run(layer, self._dense[i], dense).to(h.dtype).cpu()
+
+    def _observe(
+        self,
+        model: LayerByLayer,
+        layer: str,
+        dense: nn.Module | None,
+        stage: list[Group],
+        hidden: list[Tensor],
+        last: bool,
+    ) -> dict[str, Moments]:
+        """The moments of a stage's inputs, by the first linear layer that reads each; the `last` takes the dense stream through the layer."""
+        firsts = [group.linears[0] for group in stage]
+        cross = dense is not None and _pairs(stage)
+        modules = dict(model.model.get_submodule(layer).named_modules(prefix=layer))
+        twins = dict(dense.named_modules(prefix=layer)) if cross else {}
+        moments = {path: Moments(linear_shape(modules[path])[1], cross) for path in firsts}
+        wanted: dict[str, Tensor] = {}
+        for i, h in enumerate(hidden):
+            if cross:
+                with watch_inputs(twins, firsts, wanted.__setitem__, stop=not last):
+                    out = model.run(layer, self._dense[i], dense)
+                    self._dense[i] = out.to(h.dtype).cpu()
+            with watch_inputs(
+                modules, firsts, lambda path, x: moments[path].add(x, path, wanted.get(path)), len(firsts) == 1
+            ):
+                model.run(layer, h)
+        return moments
+
+    def _prune_group(
+        self,
+        group: Group,
+        moments: Moments,
+        modules: dict[str, nn.Module],
+        names: dict[str, str],
+        found: dict,
+        tensors: dict[str, Tensor],
+    ) -> None:
+        """Prunes the linear layers of one input, in place."""
+        few = moments.tokens < FEW_TOKENS
+        solver = None if few else Solver(self.settings.method, moments, self.settings.damping, self.settings.catch_up)
+        for path in group.linears:
+            name, module = names[path], modules[path]
+            weight = module.weight.detach()
+            weight = (weight.t() if linear_shape(module)[2] else weight).contiguous()
+            zeros = self.settings.zeros[name]
+            if few:
+                pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
+                found["warnings"].append(f"{name} saw only {moments.tokens} tokens: pruned by magnitude")
+                error = None
+            else:
+                pruned, error = solver.prune(weight.float(), zeros)
+            pruned = rounded(pruned, self.dtype, name)
+            _put(module, pruned)
+            tensors[name] = pruned.cpu().contiguous()
+            method = "magnitude" if few else self.settings.method
+            found["pruned"].append(
+                {
+                    "name": name,
+                    "method": method,
+                    "zeros": int((pruned == 0).sum()),
+                    "sparsity": zeros / weight.numel(),
+                    "tokens": moments.tokens,
+                }
+                | ({} if error is None else {"output_error": round(error, 6)})
+            )
+
+
+class Solver:
+    """Prunes the weights that read one input."""
+
+    def __init__(self, method: str, moments: Moments, damping: float, catch_up: float):
+        self.method, self.moments, self.damping, self.catch_up = method, moments, damping, catch_up
+        if method != "wanda":
+            self.hessian = moments.hessian(damping)
+            self.factor = cholesky(self.hessian) if moments.cross and catch_up else None
+
+    def prune(self, weight: Tensor, zeros: int) -> tuple[Tensor, float]:
+        """The weight [out, in] float32 pruned, and the error of its outputs relative to those of the unpruned one, on the same inputs."""
+        if self.method == "wanda":
+            pruned = wanda.prune(weight, self.moments.norms, zeros)
+            hessian = self.moments.hessian(0.0)
+        else:
+            hessian = self.hessian
+            stay = weight == 0
+            target = self.moments.target(weight, self.factor, self.catch_up)
+            solve = sparsegpt.prune if self.method == "sparsegpt" else admm.prune
+            pruned = solve(target, hessian, zeros, stay)
+        whole = admm.error(weight, hessian, torch.zeros_like(weight))
+        return pruned, (admm.error(weight, hessian, pruned) / whole) ** 0.5 if whole else 0.0
+
+
+def stages(groups: list[Group]) -> list[list[Group]]:
+    """Groups in the order they run; those of a layer's experts together by kind, for one pass serves them all."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        path = group.linears[0]
+        kind = path.rpartition(".")[2] if ".experts." in path else path
+        found.setdefault(kind, []).append(group)
+    return list(found.values())
+
+
+def _pairs(stage: list[Group]) -> bool:
+    """Whether the dense model's tokens come in the order of the pruned one's: not to experts, which its router chooses otherwise."""
+    return ".experts." not in stage[0].linears[0]
+
+
+def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """In the dtype of the result, kept elements never rounded to zero. Raises TilepressError naming a weight that does not fit it."""
+    result = torch.cat(list(converted(weight, dtype, name))).view(weight.shape)
+    lost = (result == 0) & (weight != 0)
+    if bool(lost.any()):
+        least = torch.finfo(dtype).smallest_normal
+        result = torch.where(lost, torch.copysign(torch.full_like(weight, least), weight).to(dtype), result)
+    return result
+
+
+def _put(module: nn.Module, weight: Tensor) -> None:
+    module.weight.data.copy_(weight.t() if linear_shape(module)[2] else weight)
+
+
+def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method: str, dense: bool) -> int:
+    """About, beside torch itself: embeddings, a layer (twice with a `dense` stream), hidden states, and what a solver holds of the widest input."""
+    layers: dict[str, list[Target]] = {}
+    for target in targets:
+        layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
+    layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
+    outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
+    config = checkpoint.text_config
+    width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
+    streams = 2 if dense else 1
+    hidden = text.nsamples * text.seqlen * width * targets[0].dtype.itemsize
+    squares = {"wanda": 1, "sparsegpt": 4, "admm": 6}[method] + streams
+    rectangles = {"wanda": 3, "sparsegpt": 4, "admm": 9}[method]
+    solver = max(4 * (squares * t.cols**2 + rectangles * t.elements) for t in targets)
+    experts = max(
+        sum(4 * t.cols**2 for t in found if EXPERT_WEIGHT.match(t.name)) // 2 for found in layers.values()
+    )  # two of an expert's three share an input
+    window = 4 * text.seqlen * max(t.cols for t in targets) * 4
+    return streams * (layer + hidden) + 2 * outside + solver + experts + window
+
+
+class _Seen(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def watch_inputs(
+    modules: dict[str, nn.Module], paths: list[str], see: Callable[[str, Tensor], None], stop: bool
+) -> Iterator[None]:
+    """Shows the inputs of some linear layers while the layer around them runs; with `stop` it runs no further than the last of them."""
+    seen = set()
+
+    def hook(path: str):
+        def look(_, args) -> None:
+            see(path, args[0])
+            seen.add(path)
+            if stop and len(seen) == len(paths):
+                raise _Seen
+
+        return look
+
+    handles = [modules[path].register_forward_pre_hook(hook(path)) for path in paths]
+    try:
+        with contextlib.suppress(_Seen):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

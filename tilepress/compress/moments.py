@@ -1,0 +1,107 @@
+"""Second moments of a linear layer's input over calibration text: what wanda, SparseGPT and ADMM know about it.
+
+H = sum of x x' over tokens, [in, in] in float32. A layer that shall give W x for the dense model's inputs x while it gets the pruned model's z needs the
+cross moments C = sum of x z' too: the least squares target of the weight is then (W C + damping W) (H + damping)^-1 in place of W (GPTAQ, Li et al. 2025, arXiv
+2504.02692, derives the same for quantization). Memory is one [in, in] matrix, or two.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tilepress.formats import TilepressError
+
+_BLOCKS = 4  # of columns: the lower triangle is not computed
+_DAMPINGS = 4  # tried, each ten times the last
+
+
+@dataclass
+class Moments:
+    """Of one input with so many channels. `cross`: of the dense model's input with it as well."""
+
+    width: int
+    cross: bool = False
+    tokens: int = 0
+    _sum: Tensor | None = field(default=None, repr=False)
+    _difference: Tensor | None = field(default=None, repr=False)  # C - H
+
+    def add(self, x: Tensor, name: str, dense: Tensor | None = None) -> None:
+        """x [..., channels], with `dense` of the same shape where cross moments are asked for. Raises TilepressError naming the layer if a value is
+        not finite."""
+        given = x.detach().reshape(-1, self.width)
+        x = given.float()
+        if not len(x):
+            return
+        if self._sum is None:
+            self._sum = x.new_zeros(self.width, self.width)
+            self._difference = torch.zeros_like(self._sum) if self.cross else None
+        step = -(-self.width // _BLOCKS)
+        with exact_in_tf32(x):
+            for first in range(0, self.width, step):
+                self._sum[first : first + step, first:].addmm_(x[:, first : first + step].t(), x[:, first:])
+            if self.cross:
+                difference = dense.detach().reshape(-1, self.width).float() - x
+                if x.device.type == "cpu":  # bfloat16 matrix units: rounded relative to the difference itself
+                    self._difference += difference.to(given.dtype).t() @ given
+                else:
+                    self._difference.addmm_(difference.t(), x)
+        self.tokens += len(x)
+        if not bool(torch.isfinite(self._sum.diagonal()).all()):
+            raise TilepressError(
+                f"the input of {name} is not finite during calibration",
+                "the checkpoint overflows in its own dtype: try --dtype bfloat16, or check it with `tilepress eval perplexity`",
+            )
+
+    @property
+    def norms(self) -> Tensor:
+        """The root mean square of each channel [in]."""
+        return (self._sum.diagonal() / self.tokens).sqrt()
+
+    def hessian(self, damping: float) -> Tensor:
+        """H / tokens, symmetric, with `damping` times its mean on the diagonal: positive definite also with dead channels or few tokens."""
+        upper = self._sum.triu() / self.tokens
+        found = upper + upper.triu(1).t()
+        found.diagonal().add_(self._ridge(damping))
+        return found
+
+    def _ridge(self, damping: float) -> float:
+        return max(damping * float(self._sum.diagonal().mean()) / self.tokens, 1e-12)
+
+    def target(self, weight: Tensor, factor: Tensor | None, share: float) -> Tensor:
+        """What the weight [out, in] should be on the pruned model's inputs to give the dense model's outputs.
+
+        `factor` is the Cholesky factor of `hessian`. Of the difference between the two models' inputs the `share` is made up for."""
+        if factor is None:
+            return weight
+        return weight + share / self.tokens * torch.cholesky_solve((weight @ self._difference).t(), factor).t()
+
+
+def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
+    """The lower factor of a positive definite matrix, with more on its diagonal if rounding made it indefinite.
+
+    Raises TilepressError if ten times more, three times over, does not help."""
+    more = 0.0
+    for _ in range(_DAMPINGS):
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not int(failed):
+            return factor
+        more = 10 * more or 0.01 * float(matrix.diagonal().mean())
+        matrix = matrix.clone()
+        matrix.diagonal().add_(more)
+    raise TilepressError(f"the second moments of {name} are not positive definite", "give more text, or --damping 0.1")
+
+
+@contextlib.contextmanager
+def exact_in_tf32(x: Tensor):
+    """TensorFloat-32 for products of values that were bfloat16 or float16: it holds them exactly, and sums are float32 either way."""
+    if x.device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,125 @@
+"""What an allocation wants to know of a dense model before anything is pruned: outliers, and how much the model loses by each input's weights.
+
+One walk over a few windows. For every input of a layer a variant of the hidden states branches off, computed with only that input's weights pruned
+(wanda, at the
+sparsity that was asked for), and runs through all later dense layers beside the others. At the end the squared distance of each variant's states from
+the dense ones,
+every token scaled to unit length, is what those weights cost. Time is that of half as many runs of the model over the few windows as it has inputs.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilepress.compress import wanda
+from tilepress.compress.allocation import CURVE, OUTLIER
+from tilepress.compress.calibration import check_vocabulary, load_tokenizer
+from tilepress.compress.layer_pruning import FEW_TOKENS, stages, watch_inputs
+from tilepress.compress.layerwise import LayerByLayer
+from tilepress.compress.plan import Plan, Progress
+from tilepress.compress.smoothing import Group, find_groups
+from tilepress.compress.walk import PROBE_TOKENS, compute_dtype
+from tilepress.formats.checkpoint import Checkpoint, linear_shape
+
+if TYPE_CHECKING:
+    from tilepress.compress.prune import PruneRecipe
+
+WINDOWS, TOKENS = 8, 512  # of the calibration text, at most
+
+
+def survey(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> dict[str, dict]:
+    """Of each weight in a decoder layer that saw enough tokens: {"layer", "outliers", "curve"} and, for `auto`, "cost" (see allocation.py)."""
+    checkpoint = Checkpoint(plan.source)
+    windows = recipe.text.windows(load_tokenizer(checkpoint.path, recipe.trust_remote_code))
+    windows = [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
+    dtype = recipe.dtype or plan.targets[0].dtype
+    model = LayerByLayer(
+        checkpoint, plan.targets, device, compute_dtype(dtype, device), recipe.dtype, recipe.trust_remote_code
+    )
+    check_vocabulary(windows, model.model)
+    hidden = [model.embed(torch.tensor(window)).to(dtype) for window in windows]
+    model.embed(torch.zeros(min(PROBE_TOKENS, *map(len, windows)), dtype=torch.long))
+    found: dict[str, dict] = {}
+    variants: list[tuple[list[str], list[Tensor]]] = []  # names of what is pruned, hidden states
+    for layer in model.layers:
+        progress(f"surveying {layer}", 0)
+        with model.loaded(layer):
+            for _, states in variants:
+                states[:] = _run(model, layer, states)
+            hidden = _survey_layer(model, layer, hidden, recipe, found, variants)
+        progress(f"surveying {layer}", sum(target.elements for target in model.targets_of[layer]))
+    at = min(range(len(CURVE)), key=lambda i: abs(CURVE[i] - recipe.sparsity))
+    for names, states in variants:
+        local = sum(found[name]["curve"][at] for name in names)
+        cost = _distance(states, hidden) / local if local else 0.0
+        for name in names:
+            found[name]["cost"] = cost
+    return found
+
+
+def _survey_layer(
+    model: LayerByLayer, layer: str, hidden: list[Tensor], recipe: "PruneRecipe", found: dict, variants: list
+) -> list[Tensor]:
+    """Adds the layer's weights to `found` and its variants to `variants`; returns its outputs."""
+    names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
+    module = model.model.get_submodule(layer)
+    probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
+    groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=False)
+    modules = dict(module.named_modules(prefix=layer))
+    squares: dict[str, Tensor] = {}
+    tokens: dict[str, int] = {}
+
+    def see(path: str, x: Tensor) -> None:
+        x = x.reshape(-1, x.shape[-1]).float()
+        squares[path] = squares.get(path, 0) + x.square().sum(0)
+        tokens[path] = tokens.get(path, 0) + len(x)
+
+    firsts = [group.linears[0] for group in groups]
+    with watch_inputs(modules, firsts, see, stop=False):
+        outputs = _run(model, layer, hidden)
+    for stage in stages(groups):
+        seen = [group for group in stage if tokens.get(group.linears[0], 0) >= FEW_TOKENS]
+        for group in seen:
+            norms = (squares[group.linears[0]] / tokens[group.linears[0]]).sqrt()
+            _describe(group, norms, modules, names, layer, found)
+        if recipe.allocation == "auto" and seen:
+            kept = {}
+            for group in seen:
+                norms = (squares[group.linears[0]] / tokens[group.linears[0]]).sqrt()
+                for path in group.linears:
+                    weight = modules[path].weight
+                    kept[path] = weight.data.clone()
+                    turned = weight.data.t() if linear_shape(modules[path])[2] else weight.data
+                    turned.copy_(wanda.prune(turned.contiguous(), norms, recipe.count(turned.numel())))
+            variants.append(([names[path] for path in kept], _run(model, layer, hidden)))
+            for path, weight in kept.items():
+                modules[path].weight.data.copy_(weight)
+    return outputs
+
+
+def _describe(group: Group, norms: Tensor, modules: dict, names: dict[str, str], layer: str, found: dict) -> None:
+    for path in group.linears:
+        weight = modules[path].weight.detach().float()
+        scores = (weight.t() if linear_shape(modules[path])[2] else weight).abs() * norms
+        ends = [round(part * (scores.numel() - 1)) for part in CURVE]
+        losses = scores.square().flatten().sort().values.double().cumsum(0)
+        found[names[path]] = {
+            "layer": layer,
+            "outliers": int((scores > OUTLIER * scores.mean()).sum()),
+            "curve": [0.0, *(float(losses[end]) for end in ends[1:])],
+        }
+
+
+def _run(model: LayerByLayer, layer: str, hidden: list[Tensor]) -> list[Tensor]:
+    return [model.run(layer, h).to(h.dtype).cpu() for h in hidden]
+
+
+def _distance(states: list[Tensor], dense: list[Tensor]) -> float:
+    """The mean squared distance of tokens scaled to unit length."""
+    total = tokens = 0
+    for one, other in zip(states, dense, strict=True):
+        one, other = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (one, other))
+        total += float((one - other).square().sum())
+        tokens += one.shape[1]
+    return total / tokens
