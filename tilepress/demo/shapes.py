@@ -161,7 +161,7 @@ def random_model(config, artifact: Artifact, device: torch.device | str, seed: i
 def _drawn(shape: tuple[int, ...], name: str, deviation: float, device: torch.device, seed: int) -> Tensor:
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=DTYPE, device=device)
-    generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
     return torch.empty(shape, dtype=DTYPE, device=device).normal_(0.0, deviation, generator=generator)
 
 
