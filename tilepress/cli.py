@@ -921,21 +921,22 @@ def _write_artifact(checkpoint, recipe, output: Path, title: str, how: Making, t
         return
     device = parse_device(how.device)
     rank, world_size = (0, 1) if recipe.links else find_rank(how.rank, how.world_size)
-    started = time.monotonic()
+    started, stages = time.monotonic(), {}
     if not open_output(plan, how.resume, how.overwrite, joining=world_size > 1):
         say(f"{output} is complete already")
     else:
         with Bar(title, recipe.work_units(plan, rank, world_size), how.quiet) as bar:
             if how.workers > 1:
-                run_parallel(plan, how.workers, rank, world_size, device, bar.step)
+                stages = run_parallel(plan, how.workers, rank, world_size, device, bar.step)
             else:
-                run_shards(plan, rank, world_size, device, bar.step)
+                stages = run_shards(plan, rank, world_size, device, bar.step)
         if finish(plan) is None:
             say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
             if how.json_:
                 print(json.dumps({"output": str(output), "complete": False, "rank": rank, "world_size": world_size}))
             return
     facts = plan.outcome() | (told or {}) | {"seconds": round(time.monotonic() - started, 2)}
+    facts["stages"] = {f"{name}_s": round(seconds, 2) for name, seconds in stages.items()}
     print(json.dumps(facts, indent=2) if how.json_ else screen.result_text(facts))
     warnings = [w for part in ("calibration", "kv_cache", "recovery") for w in facts.get(part, {}).get("warnings", [])]
     if not recipe.links and (checkpoint.path / KV_FOLDER).exists():

@@ -148,6 +148,8 @@ def result_text(facts: dict) -> str:
     if "recovery" in facts:
         lines.append(recovery_text(facts["recovery"]))
     lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
+    if facts["stages"]:
+        lines.append(f"  time       {_stages(facts['stages'])}")
     return "\n".join(lines)
 
 
@@ -188,6 +190,10 @@ def pruning_text(facts: dict) -> str:
             "",
         ]
     )
+
+
+def _stages(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name.removesuffix('_s')} {value:.1f} s" for name, value in seconds.items())
 
 
 def kv_sizes(told: dict, memory_gib: float) -> list[str]:
@@ -367,7 +373,7 @@ def shape_text(found: dict) -> str:
         parts.append(speed_text(found | {"protocol": found["protocol"] | {"context": context}, "rows": rows}))
     made = [
         f"  {build['artifact']} in {build['seconds']:.1f} s ("
-        + ", ".join(f"{name.removesuffix('_s')} {build[name]:.1f}" for name in build if name.endswith("_s"))
+        + _stages({name: build[name] for name in build if name.endswith("_s")})
         + ")"
         for build in found["builds"]
     ]

@@ -15,7 +15,8 @@ from tilepress.formats import TilepressError
 
 _BINS = 1 << 15
 _LOW_BINS = 1 << 16
-_CHUNK = 1 << 20  # elements looked at together
+_CHUNK = 1 << 20  # elements looked at together: small enough for the cache
+_ON_A_CARD = 1 << 26  # there: the host waits for a few sums of each piece
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def keys(x: Tensor, wide: bool) -> Tensor:
 
 
 def _pieces(weight: Tensor):
-    step = max(1, _CHUNK // max(weight.shape[1], 1))
+    step = max(1, (_ON_A_CARD if weight.is_cuda else _CHUNK) // max(weight.shape[1], 1))
     for first in range(0, weight.shape[0], step):
         yield first, weight[first : first + step].contiguous()
 
@@ -153,7 +154,7 @@ def _kth(flat: Tensor, count: int) -> Tensor:
 
 
 def _finish(piece: Tensor, cut: Tensor, out: Tensor, stats: PruneStats) -> None:
-    torch.where(cut, torch.zeros((), dtype=piece.dtype, device=piece.device), piece, out=out)
+    out.copy_(piece).masked_fill_(cut, 0.0)
     stats.zeros += int(torch.count_nonzero(cut))
     total = torch.linalg.vector_norm(piece, dtype=torch.float32).double() ** 2
     kept = torch.linalg.vector_norm(out, dtype=torch.float32).double() ** 2

@@ -10,14 +10,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.layouts import Add, Compressed, Encoder, Layout, Load, converted
 from tilepress.compress.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
+from tilepress.compress.stages import Stages, add
 from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
@@ -27,20 +28,25 @@ from tilepress.formats.sparse import SIDE_SUFFIXES
 
 def run_shards(
     plan: Plan, rank: int = 0, world_size: int = 1, device: str = "cpu", progress: Progress = lambda what, count: None
-) -> None:
-    """Writes this rank's shards that are not done yet. Raises TilepressError; what is done stays for --resume."""
-    state = plan.recipe.prepare(plan, rank, device, progress)
+) -> dict[str, float]:
+    """Writes this rank's shards that are not done yet; returns the seconds of each stage. Raises TilepressError; what is done stays for --resume."""
+    stages = Stages(device)
+    with stages.of("prepare"):
+        state = plan.recipe.prepare(plan, rank, device, progress)
     for shard in plan.shards[rank::world_size] if state is not None else ():
-        _ensure_shard(plan, shard, state, device, progress)
+        _ensure_shard(plan, shard, state, stages, progress)
+    return stages.seconds
 
 
 def run_parallel(
     plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
-) -> None:
-    """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin."""
-    state = plan.recipe.prepare(plan, rank, device, progress)
+) -> dict[str, float]:
+    """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin. Seconds are those of all of them."""
+    stages = Stages(device)
+    with stages.of("prepare"):
+        state = plan.recipe.prepare(plan, rank, device, progress)
     if state is None:
-        return
+        return stages.seconds
     cards = torch.cuda.device_count() if device == "cuda" else 0
     context = multiprocessing.get_context("spawn")
     lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies
@@ -50,14 +56,15 @@ def run_parallel(
             waiting = {}
             for shard in plan.shards[rank::world_size]:
                 card = f"cuda:{shard.number % cards}" if cards else device
-                waiting[pool.submit(_ensure_shard, plan, shard, state, card)] = shard
+                waiting[pool.submit(_shard_alone, plan, shard, state, card)] = shard
             for future in as_completed(waiting):
-                future.result()
+                add(stages.seconds, future.result())
                 progress(waiting[future].output, waiting[future].elements)
         except BaseException:
             held.close()
             pool.shutdown(cancel_futures=True)
             raise
+    return stages.seconds
 
 
 def _setup_worker(threads: int, lifeline) -> None:
@@ -73,31 +80,34 @@ def _setup_worker(threads: int, lifeline) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _ensure_shard(
-    plan: Plan, shard: Shard, state: dict, device: str, progress: Progress = lambda what, count: None
-) -> None:
+def _shard_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+    stages = Stages(device)
+    _ensure_shard(plan, shard, state, stages, lambda what, count: None)
+    return stages.seconds
+
+
+def _ensure_shard(plan: Plan, shard: Shard, state: dict, stages: Stages, progress: Progress) -> None:
     if done_record(plan, shard, hashed=True) is not None:
         progress(shard.output, shard.elements)
     else:
-        _write_shard(plan, shard, Checkpoint(plan.source), state, device, progress)
+        _write_shard(plan, shard, Checkpoint(plan.source), state, stages, progress)
 
 
 def _write_shard(
-    plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress
+    plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress
 ) -> None:
-    source_hash = sha256_file(plan.source / shard.source)
-    expected = next(
-        (f["sha256"] for f in (checkpoint.manifest or {}).get("files", []) if f["name"] == shard.source), source_hash
-    )
-    if expected != source_hash:
-        raise TilepressError(
-            f"{shard.source} does not have the hash that {MANIFEST_NAME} declares",
-            "the file changed after it was written: make the artifact again",
-        )
     for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
         stale.unlink(missing_ok=True)
     write = _link if plan.recipe.links else _rewrite
-    size, digest, tensors = write(plan, shard, checkpoint, state, device, progress)
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(sha256_file, plan.source / shard.source)
+        declared = {file["name"]: file["sha256"] for file in (checkpoint.manifest or {}).get("files", [])}
+        if shard.source in declared:  # an artifact: what it is made of is checked first
+            with stages.of("read"):
+                _check_hash(shard, hashing.result(), declared[shard.source])
+        size, digest, tensors = write(plan, shard, checkpoint, state, stages, progress)
+        with stages.of("read"):
+            source_hash = hashing.result()
     write_atomic(
         plan.work / f"{shard.output}.done.json",
         to_json(
@@ -118,7 +128,15 @@ def _write_shard(
     )
 
 
-def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress) -> tuple:
+def _check_hash(shard: Shard, found: str, declared: str) -> None:
+    if found != declared:
+        raise TilepressError(
+            f"{shard.source} does not have the hash that {MANIFEST_NAME} declares",
+            "the file changed after it was written: make the artifact again",
+        )
+
+
+def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress) -> tuple:
     """Puts a source shard into the output as it is: (size, None for the source's hash, records of its weights)."""
     declared = {record["name"]: record for record in (checkpoint.manifest or {}).get("tensors", [])}
     tensors = []
@@ -137,12 +155,14 @@ def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device:
     return output.stat().st_size, None, sorted(tensors, key=lambda record: record["name"])
 
 
-def _rewrite(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, device: str, progress: Progress) -> tuple:
+def _rewrite(
+    plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress
+) -> tuple:
     """Writes a shard of what the recipe makes of each weight: (size, hash, records)."""
     recipe, layouts = plan.recipe, {}
     for job in shard.jobs:
         if job.target:
-            load = _load(recipe, checkpoint, job.target, state, device)
+            load = _load(recipe, checkpoint, job.target, state, stages)
             dtype = recipe.dtype or job.target.dtype
             layouts[job.weight.name] = recipe.layout(job.target).settled(job.target, dtype, load)
     planned = sorted(
@@ -151,16 +171,23 @@ def _rewrite(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, devi
     )
     writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
     encoders: dict[str, Encoder] = {}
+
+    def put(name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
+        with stages.of("write"):
+            return writer.add(name, shape, stages.each("pack", pieces))
+
     try:
         for tensor, job in planned:
             progress(tensor.name, 0)
             if job.weight.name not in encoders:
                 layout = layouts.get(job.weight.name)
-                encoders[job.weight.name] = _encoder(recipe, checkpoint, job, layout, state, device)
-            encoders[job.weight.name].write(tensor.name, writer.add)
+                encoders[job.weight.name] = _encoder(recipe, checkpoint, job, layout, state, stages)
+            with stages.of("pack"):
+                encoders[job.weight.name].write(tensor.name, put)
             if job.target and tensor.name == job.weight.name:
                 progress(tensor.name, job.target.elements)
-        size, digest = writer.finish()
+        with stages.of("write"):
+            size, digest = writer.finish()
     except BaseException:
         writer.abandon()
         raise
@@ -177,16 +204,22 @@ def _order(tensor: PlannedTensor) -> tuple:
     )
 
 
-def _load(recipe: Recipe, checkpoint: Checkpoint, target: Target, state: dict, device: str) -> Load:
-    return lambda: recipe.transform(target, _matrix(checkpoint, target, recipe, device), state)
+def _load(recipe: Recipe, checkpoint: Checkpoint, target: Target, state: dict, stages: Stages) -> Load:
+    def load() -> Compressed:
+        with stages.of("read"):
+            weight = _matrix(checkpoint, target, recipe, stages.device)
+        with stages.of(recipe.command.split()[-1]):
+            return recipe.transform(target, weight, state)
+
+    return load
 
 
 def _encoder(
-    recipe: Recipe, checkpoint: Checkpoint, job: Job, layout: Layout | None, state: dict, device: str
+    recipe: Recipe, checkpoint: Checkpoint, job: Job, layout: Layout | None, state: dict, stages: Stages
 ) -> Encoder:
     if job.target is None:
         return _Copy(recipe, checkpoint, job.weight, state)
-    transformed = _load(recipe, checkpoint, job.target, state, device)
+    transformed = _load(recipe, checkpoint, job.target, state, stages)
 
     def load() -> Compressed:
         made = transformed()
@@ -231,7 +264,7 @@ class _Copy:
             self.record |= shape | {"nonzeros": nonzeros, "bytes": nbytes}
 
 
-def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: str) -> Tensor:
+def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: torch.device) -> Tensor:
     """The target's weight as [out_features, in_features] in the recipe's dtype."""
     source = checkpoint.dense(target.weight, device)
     if recipe.dtype is not None and recipe.dtype != source.dtype:

@@ -10,14 +10,14 @@ model says nothing of perplexity.
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tilepress.compress.magnitude import layer_threshold, prune
+from tilepress.compress.stages import Stages
 from tilepress.eval.speed import FILLED, Protocol, Subject, compare
 from tilepress.formats import UsageError, int8, sparse
 from tilepress.formats.kv_calibration import uncalibrated
@@ -95,22 +95,6 @@ class Artifact:
         return cls(name, found["sparse"] or found["layout"], zeros / 100, bits)
 
 
-@dataclass
-class Stages:
-    """Seconds of each stage of making a model; what a card does in a stage is waited for."""
-
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-
 def config_of(shape: str, positions: int = 0):
     """The transformers config of a shape, with room for so many positions. Raises UsageError for an unknown shape."""
     from transformers import AutoConfig
@@ -129,7 +113,7 @@ def random_model(config, artifact: Artifact, device: torch.device | str, seed: i
     """
     from transformers import AutoModelForCausalLM
 
-    stages = Stages(torch.device(device))
+    stages = Stages(device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     head = model.get_output_embeddings()
@@ -161,7 +145,7 @@ def random_model(config, artifact: Artifact, device: torch.device | str, seed: i
 def _drawn(shape: tuple[int, ...], name: str, deviation: float, device: torch.device, seed: int) -> Tensor:
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=DTYPE, device=device)
-    generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
     return torch.empty(shape, dtype=DTYPE, device=device).normal_(0.0, deviation, generator=generator)
 
 

@@ -8,6 +8,8 @@ from torch.nn.functional import pad
 
 from tilepress.formats import TilepressError
 
+_ON_A_CARD = 1 << 25  # elements: there a thousand small operations take the time of a large one, and memory is at hand
+
 
 def infinity(dtype: torch.dtype) -> int:
     """The bits of a 16-bit dtype's +inf: from there on nothing is finite."""
@@ -15,13 +17,13 @@ def infinity(dtype: torch.dtype) -> int:
 
 
 def stripes(weight: Tensor, tile_rows: int, tile_cols: int, elements: int, name: str) -> Iterator[Tensor]:
-    """weight [rows, cols] of bfloat16, float16 or int8 -> [a tile_rows, b tile_cols] each, of about so many elements, 16 times as many on a card.
+    """weight [rows, cols] of bfloat16, float16 or int8 -> [a tile_rows, b tile_cols] each, of about so many elements, on a card 2^25.
 
     Raises TilepressError naming `name` for a value that is not finite, or the code -128.
     """
     rows, cols = weight.shape
     wide = -(-cols // tile_cols) * tile_cols
-    step = max(1, elements * (16 if weight.is_cuda else 1) // (tile_rows * wide)) * tile_rows
+    step = max(1, (_ON_A_CARD if weight.is_cuda else elements) // (tile_rows * wide)) * tile_rows
     for first in range(0, rows, step):
         stripe = weight[first : first + step].contiguous()
         if not _storable(stripe):

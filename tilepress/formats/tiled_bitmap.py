@@ -160,7 +160,7 @@ def pack(values: Tensor, group: int | None = None, scale: Tensor | None = None, 
     Raises TilepressError naming `name` for another dtype, a non-finite value or the code -128.
     """
     if group is None:
-        group = best_group(float(torch.count_nonzero(values)) / max(values.numel(), 1), values.dtype)
+        group = best_group(float((values != 0).sum()) / max(values.numel(), 1), values.dtype)
     if (scale is None) == (values.dtype == torch.int8) or (scale is not None and scale.shape != values.shape[:1]):
         raise TilepressError(
             f"{name}: {dtype_name(values.dtype)} values with a scale of {None if scale is None else list(scale.shape)}"
@@ -255,8 +255,9 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
     head = torch.cat([masks, starts.to(torch.int16).view(torch.uint8)], 1).view(torch.int32)
     words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
 
-    place = _places(bits, base[:, None] * 16 + header + starts, width)
-    words.view(_UNITS[width])[place.long()] = units[bits]
+    stored = _stored(bits)
+    place = _places(bits, base[:, None] * 16 + header + starts, width, stored)
+    words.view(_UNITS[width])[place.long()] = units.view(-1).index_select(0, stored)
 
     nonzeros = (runs != 0).sum((1, 2))
     stats = PackStats(int(nonzeros.sum()), int(nonzeros.max()), int(lines.sum()) * LINE // runs.element_size())
@@ -276,7 +277,7 @@ class _Tiles:
 
     def places(self, width: int) -> Tensor:
         """Where each stored group is among the words seen as groups, in the order of the bits: int32."""
-        return _places(self.bits, self.first[:, None] + self.starts, width)
+        return _places(self.bits, self.first[:, None] + self.starts, width, _stored(self.bits))
 
     def groups(self, width: int) -> Tensor:
         """[T, 256, 64 / group], zeros where nothing is stored."""
@@ -285,11 +286,16 @@ class _Tiles:
         return groups.masked_scatter_(self.bits, stored.index_select(0, self.places(width)))
 
 
-def _places(bits: Tensor, begins: Tensor, width: int) -> Tensor:
+def _stored(bits: Tensor) -> Tensor:
+    """Which bits are set: int64. Found once for all that is selected by it, and in one dimension: three would be three indices each."""
+    return bits.view(-1).nonzero().squeeze(1)
+
+
+def _places(bits: Tensor, begins: Tensor, width: int, stored: Tensor) -> Tensor:
     """`begins`: byte of each run's first group [T, 256]."""
     step = LINE // width
     rank = bits.cumsum(2, dtype=torch.int32)
-    return rank.mul_(step).add_((begins // width - step).int()[:, :, None])[bits]
+    return rank.mul_(step).add_((begins // width - step).int()[:, :, None]).view(-1).index_select(0, stored)
 
 
 @functools.cache
