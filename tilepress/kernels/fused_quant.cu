@@ -171,6 +171,8 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
             float* scales, u16* total, int n, float eps) {
   __shared__ float places[3][32];
 #if __CUDA_ARCH__ >= 900
+  const bool are_few = gridDim.x <= 32;        // most multiprocessors are free: a product behind this can load its weights there
+  if (are_few) launch_dependents();
   wait_for_grid();
 #endif
   const u64 mine = (u64)blockIdx.x * n;
@@ -179,7 +181,7 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
   if (ADDS) other.load(residual + mine, n);
   if (OP == SILU_MUL) other.load(x + 2 * mine + n, n);
 #if __CUDA_ARCH__ >= 900
-  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+  if (!are_few) launch_dependents();          // earlier, the next kernel's blocks would be in the way of this one's
 #endif
   if (ADDS) {
     row.each(other, sum);
