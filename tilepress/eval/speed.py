@@ -94,6 +94,7 @@ def compare(
         for protocol in protocols:
             for batch in protocol.batches:
                 rows.append(_row(subject, base, loaded, batch, protocol, bandwidth, progress))
+                progress(f"  {rows[-1]['tpot_ms']:.2f} ms a token" if rows[-1]["fits"] else "  does not fit")
         del loaded
         _let_go()
     for row in rows:
