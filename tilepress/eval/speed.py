@@ -83,7 +83,10 @@ def compare(
         try:
             loaded = subject.load()
         except torch.OutOfMemoryError:
+            loaded = None
+        if loaded is None:  # told here: while an error is handled, it holds what there was of the model
             rows += [_too_large(subject, base, batch, protocol) for protocol in protocols for batch in protocol.batches]
+            progress("  does not fit")
             _let_go()
             continue
         device = next(loaded.parameters()).device
