@@ -1,6 +1,7 @@
 """Random models of a shape: what they are made of by independent counts, artifacts against the dense model, the command; on a card, kernels alone."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -138,11 +139,19 @@ def test_every_artifact_runs_beside_one_base(shape, recipes):
 
 
 def test_a_base_that_does_not_fit_leaves_the_others():
+    half_made = []
+
     def too_large():
+        model = nn.Linear(2, 2)
+        model.itself = [model]  # as hooks are
+        half_made.append(weakref.ref(model))
         raise torch.OutOfMemoryError
 
-    base = Subject("dense", too_large)
-    other = Subject("packed", lambda: made("llama-tiny", "tiled-csl-80"))
+    def load():
+        assert half_made[0]() is None  # its memory is free again
+        return made("llama-tiny", "tiled-csl-80")
+
+    base, other = Subject("dense", too_large), Subject("packed", load)
     plans = [Protocol((1,), 4, **FAST), Protocol((2,), 6, **FAST)]
     rows = compare([other], base, plans, lambda at: None)["rows"]
     assert [(row["model"], row["batch"], row["context"], row["fits"]) for row in rows] == [

@@ -83,7 +83,10 @@ def compare(
         try:
             loaded = subject.load()
         except torch.OutOfMemoryError:
+            loaded = None
+        if loaded is None:  # told here: while an error is handled, it holds what there was of the model
             rows += [_too_large(subject, base, batch, protocol) for protocol in protocols for batch in protocol.batches]
+            progress("  does not fit")
             _let_go()
             continue
         device = next(loaded.parameters()).device
@@ -94,6 +97,7 @@ def compare(
         for protocol in protocols:
             for batch in protocol.batches:
                 rows.append(_row(subject, base, loaded, batch, protocol, bandwidth, progress))
+                progress(f"  {rows[-1]['tpot_ms']:.2f} ms a token" if rows[-1]["fits"] else "  does not fit")
         del loaded
         _let_go()
     for row in rows:
