@@ -12,6 +12,7 @@ business (runtime/sequence_cache.py). Roundings are those of the model's own mod
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +25,25 @@ from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.projections import merge
 
 ops = torch.ops.tilepress
-_LLAMA = {
+LLAMA = {
     f"transformers.models.{folder}.modeling_{folder}.{name}ForCausalLM"
     for folder, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))
 }
-_OPT = "transformers.models.opt.modeling_opt.OPTForCausalLM"
+OPT = "transformers.models.opt.modeling_opt.OPTForCausalLM"
 _CHANGING_ROPE = ("dynamic", "longrope")  # whose frequencies depend on the length
 
 
 def why_not(model: nn.Module, max_len: int) -> str | None:
     """Why a model must run by its own forward pass, or None."""
     name = f"{type(model).__module__}.{type(model).__qualname__}"
-    if name not in _LLAMA and name != _OPT:
+    if name not in LLAMA and name != OPT:
         return f"no lean pass for {type(model).__name__}"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate moves its tensors"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "it lies on several devices"
     config = model.config
-    if name == _OPT:
+    if name == OPT:
         decoder = model.model.decoder
         ordinary = config.do_layer_norm_before and config.layer_norm_elementwise_affine
         ordinary = ordinary and decoder.final_layer_norm is not None and decoder.project_in is None
@@ -141,10 +142,9 @@ class Layer:
     def _finish(self, inner: Tensor) -> Tensor:
         outer, dtype = self.outer, inner.dtype
         if takes_codes(outer):
-            how = outer.mode, *outer.static
             name = self.activation
-            codes = ops.silu_mul_int8(inner, *how) if name is None else ops.activation_int8(inner, name, *how)
-            return outer.multiply(*codes, dtype)
+            made = partial(ops.silu_mul_int8, inner) if name is None else partial(ops.activation_int8, inner, name)
+            return outer.multiply(*outer.codes(made), dtype)
         return outer(ops.silu_mul(inner) if self.activation is None else self.function(inner))
 
 
