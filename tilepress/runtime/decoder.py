@@ -148,6 +148,14 @@ class Layer:
         return outer(ops.silu_mul(inner) if self.activation is None else self.function(inner))
 
 
+def _alone(linear: nn.Module) -> Iterator[nn.Module]:
+    """The layers that it is made of."""
+    for part in getattr(linear, "linears", []):
+        yield from _alone(part)
+    if not hasattr(linear, "linears"):
+        yield linear
+
+
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_new"}
 
 
@@ -253,7 +261,7 @@ class Decoder:
         found: dict[str, int] = {}
         linears = [x for layer in self.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
         for linear in [*linears, self.lm_head]:
-            for part in getattr(linear, "linears", [linear]):
+            for part in _alone(linear):
                 if isinstance(part, SparseLinear):
                     name = part.path_for(self.dtype, rows)
                 elif isinstance(part, Int8Linear):
@@ -263,6 +271,8 @@ class Decoder:
                 found[name] = found.get(name, 0) + 1
         for name in self._norm_paths():
             found[name] = found.get(name, 0) + 1
+        if (group := getattr(self.model, "tensor_parallel", None)) is not None:
+            found |= {f"sums over {group.name}": 2 * len(self.layers), f"logits of {group.name}, gathered": 1}
         return found
 
     def _norm_paths(self) -> Iterator[str]:
