@@ -363,23 +363,35 @@ def speed(
 ) -> None:
     """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
 
-    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed.
+    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
+    torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
     from tilepress.eval.speed import Protocol, Subject, speed as measure
-    from tilepress.runtime.loader import load
+    from tilepress.runtime import loader, sharding
+    from tilepress.runtime.parallel import TensorParallel
 
     screen.quiet_libraries()
     batches = tuple("fit" if part == "fit" else parse_list(part, "batch")[0] for part in batch.split(","))
     protocol = Protocol(batches, context, new_tokens, runs, chunk, seed)
-    options = {"dtype": parse_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
-    options["device"] = parse_device(device)
-    path = str(_open(model, revision).path)
-    subject = Subject(model, lambda: load(path, **options))
-    other = None if base is None else Subject(base, lambda: load(base, kv=False, **options))
-    if output is not None:  # what cannot be written is told before the work
+    device, kind, path = parse_device(device), parse_dtype(dtype) or "auto", str(_open(model, revision).path)
+    group = TensorParallel.start(device)
+
+    def load(path: str, kv: bool):
+        if group is not None:
+            return sharding.load(path, group, kind, kv=kv)
+        return loader.load(path, device, kind, trust_remote_code, kv=kv)
+
+    subject = Subject(model, lambda: load(path, True))
+    other = None if base is None else Subject(base, lambda: load(base, False))
+    is_first = group is None or group.rank == 0
+    if output is not None and is_first:  # what cannot be written is told before the work
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
-    found = measure(subject, other, protocol, (lambda at: None) if quiet else say)
+    found = measure(subject, other, protocol, say if is_first and not quiet else lambda at: None, group)
+    if group is not None:
+        group.close()
+    if not is_first:
+        return
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=2) if json_ else screen.speed_text(found))

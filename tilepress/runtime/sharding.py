@@ -10,7 +10,7 @@ ranks together.
 """
 
 import copy
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, lo
 from tilepress.formats.kv_calibration import KVCalibration, Side
 from tilepress.runtime import decoder, kv_cache
 from tilepress.runtime.int8 import Int8Linear
-from tilepress.runtime.modules import SparseLinear, sparse_linear
+from tilepress.runtime.modules import sparse_linear
 from tilepress.runtime.parallel import RowParallel, RowParallelInt8, TensorParallel, Trimmed, VocabularyParallel, parts
 from tilepress.runtime.plugin import METHOD, check_sizes
 
@@ -42,11 +42,7 @@ class Part:
 
 
 def load(
-    path: str,
-    group: TensorParallel,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    kv: bool = True,
+    path: str, group: TensorParallel, dtype: str | torch.dtype = "auto", revision: str | None = None, kv: bool = True
 ) -> nn.Module:
     """This rank's part of a dense checkpoint or artifact, on the group's device; arguments as those of runtime/loader.load.
 
@@ -209,7 +205,9 @@ def _fill(model, checkpoint: Checkpoint, shared: dict[str, Part], scheme, dtype:
         elif weight.layout != "dense":
             original = model.get_submodule(path) if path is not None else None
             if not isinstance(original, nn.Linear):
-                raise TilepressError(f"{weight.name} is packed, but the model has no linear layer of that name", _VERIFY)
+                raise TilepressError(
+                    f"{weight.name} is packed, but the model has no linear layer of that name", _VERIFY
+                )
             model.set_submodule(path, read.linear(weight, Part(), original.bias is not None))
         else:
             name = next((n for n in model_names(weight.name, prefix) if n in expected), None)
@@ -226,7 +224,7 @@ def _fill(model, checkpoint: Checkpoint, shared: dict[str, Part], scheme, dtype:
         head.weight = nn.Parameter(model.get_input_embeddings().weight[first:end], requires_grad=False)
         model.lm_head = head
     ends = parts(model.config.vocab_size, group.size)
-    sizes = [end - first for first, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - first for first, end in itertools.pairwise(ends)]
     model.lm_head = VocabularyParallel(model.lm_head, sizes, group)
     if (rotary := getattr(model.model, "rotary_emb", None)) is not None:  # computed, not stored
         model.model.rotary_emb = type(rotary)(config=model.config).to(group.device)
