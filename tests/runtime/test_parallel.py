@@ -1,6 +1,8 @@
 """Tensor parallelism: two ranks give the tokens and logits of one process, each holds about half; heads that cannot be shared are refused."""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from conftest import few_words, prune, quantize, run_recipe
 from ranks import Answer, Ranks, ask
 
 from tilepress.compress.kv import KVRecipe
+from tilepress.eval import speed
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime import sharding
 from tilepress.runtime.generation import Engine, Request
@@ -228,3 +231,77 @@ def test_only_a_ranks_ranges_are_read(checkpoint_of, tmp_path):
     for name, entry in checkpoint.tensors.items():
         index = tuple(slice(n // 2, n - 1) for n in entry.shape)
         assert torch.equal(checkpoint.part(name, *index), checkpoint.read(name)[index]), name
+
+
+def fits(lacking: int, group) -> list[str]:
+    """What comes of models and caches that have no room on rank `lacking`."""
+
+    def make() -> int:
+        if group.rank == lacking:
+            raise torch.OutOfMemoryError
+        return 1
+
+    try:
+        return [str(speed._agreed(group, make))]
+    except torch.OutOfMemoryError as error:
+        return [type(error).__name__]
+
+
+def test_what_does_not_fit_on_one_rank_fits_on_none(two):
+    assert two(fits, 1) == two(fits, 0) == [["_DoesNotFit"]] * 2
+    assert two(fits, 2) == [["1"]] * 2
+
+
+BIG = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # heads of 128
+
+
+@pytest.fixture(scope="module")
+def two_cards():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    ranks = Ranks(2, "cuda")
+    yield ranks
+    ranks.close()
+
+
+def make(kind: str, source: Path, output: Path) -> None:
+    if kind in ("tiled-csl", "tiled-bitmap"):
+        prune(source, output, 0.6, kind)
+    elif kind in ("token", "tensor", "none"):
+        quantize(source, output, activations=kind, **({"text": few_words()} if kind == "tensor" else {}))
+    elif kind == "kv4":
+        run_recipe(KVRecipe(few_words(4, 64)), source, output)
+    else:
+        shutil.copytree(source, output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "token", "tensor", "none", "kv4"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_two_cards(two_cards, family, kind, checkpoint_of, tmp_path):
+    """Through the kernels, as CUDA graphs with the collectives in them, against one card: to bfloat16's rounding."""
+    changes = {"ffn_dim": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 4, "hidden_size": 512}
+    make(kind, checkpoint_of(family, **(BIG if family == "llama" else changes)), tmp_path / "out")
+    how = {"dtype": torch.bfloat16, "places": 4}
+    one = ask(str(tmp_path / "out"), None, PROMPTS, 12, device="cuda", **how)
+    ours = two_cards(ask, str(tmp_path / "out"), PROMPTS, 12, **how)
+    assert ours[0].tokens == ours[1].tokens and torch.equal(ours[0].logits, ours[1].logits)
+    for found, expected in ((ours[0].logits, one.logits), (ours[0].own_logits, one.own_logits)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+    assert any("2 ranks, nccl" in path for path in ours[0].paths)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert not any(" reference" in path for path in ours[0].paths), ours[0].paths
+        assert any("CUDA graph" in path for path in ours[0].paths)
+    halves(ours, one)
+
+
+@pytest.mark.gpu
+def test_a_graph_gives_what_steps_without_give(two_cards, checkpoint_of):
+    source = str(checkpoint_of("llama", **BIG))
+    graphs, steps = (two_cards(ask, source, PROMPTS, 12, dtype=torch.bfloat16, graphs=x)[0] for x in (True, False))
+    assert graphs.tokens == steps.tokens
