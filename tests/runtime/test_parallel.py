@@ -1,6 +1,7 @@
 """Tensor parallelism: two ranks give the tokens and logits of one process, each holds about half; heads that cannot be shared are refused."""
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -224,6 +225,25 @@ def test_what_is_refused(two, checkpoint_of, tmp_path):
         assert kind == "UsageError" and "GPT2LMHeadModel" in message
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_does_not_fit_its_config(two, packed, checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
+    if packed:
+        prune(source, tmp_path / "packed", 0.6, "tiled-csl")
+        source = tmp_path / "packed"
+    for change, said in (
+        ({"intermediate_size": 320}, "mismatch"),
+        ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "unexpected" if not packed else "no linear layer"),
+        ({"attention_bias": True}, "bias is missing"),
+    ):
+        shutil.copytree(source, tmp_path / "out", dirs_exist_ok=True)
+        config = json.loads((source / "config.json").read_text()) | change
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        for kind, message in two(ask, str(tmp_path / "out"), PROMPTS, 2):
+            assert kind == "TilepressError" and said in message, message
+
+
 def test_only_a_ranks_ranges_are_read(checkpoint_of, tmp_path):
     source = checkpoint_of("llama", **WIDE)
     prune(source, tmp_path / "out", 0.6, "tiled-csl")
@@ -291,8 +311,9 @@ def test_two_cards(two_cards, family, kind, checkpoint_of, tmp_path):
     one = ask(str(tmp_path / "out"), None, PROMPTS, 12, device="cuda", **how)
     ours = two_cards(ask, str(tmp_path / "out"), PROMPTS, 12, **how)
     assert ours[0].tokens == ours[1].tokens and torch.equal(ours[0].logits, ours[1].logits)
+    tolerance = 0.1 if kind == "kv4" else 0.05
     for found, expected in ((ours[0].logits, one.logits), (ours[0].own_logits, one.own_logits)):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
     assert any("2 ranks, nccl" in path for path in ours[0].paths)
     if torch.cuda.get_device_capability()[0] == 9:
         assert not any(" reference" in path for path in ours[0].paths), ours[0].paths

@@ -27,6 +27,7 @@ from tilepress.runtime.modules import SparseLinear
 
 TILE = 128  # features of a part are multiples of this, where there are enough: rows and columns of tiles, and of what kernels like
 _PATIENCE = timedelta(minutes=30)  # a rank may compile kernels while the others wait
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class TensorParallel:
     def gather(self, x: Tensor) -> Tensor:
         """[...] of each rank -> [ranks, ...]."""
         found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(found, x.contiguous(), group=self.group)
+        _gather(found, x.contiguous(), group=self.group)
         return found.unflatten(0, (self.size, x.shape[0]))
 
     def least(self, number: int) -> int:

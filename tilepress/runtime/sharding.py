@@ -59,15 +59,16 @@ def load(
     dtype = _dtype(checkpoint) if dtype == "auto" else dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    _check_family(model, checkpoint)
     heads = _Heads.of(config, group)
-    _check(model, checkpoint, heads)
+    calibration = None if calibration is None else heads.of_cache(calibration)
     with torch.inference_mode(False), torch.no_grad():
         _fill(model, checkpoint, _parts(model, heads, group), scheme, dtype, group)
     _share_heads(model, heads)
     if (checkpoint.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     if calibration is not None:
-        kv_cache.install(model, heads.of_cache(calibration))
+        kv_cache.install(model, calibration)
         model.config.__dict__.pop(kv_calibration.CONFIG_KEY, None)
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
@@ -140,7 +141,7 @@ class _Heads:
         return replace(calibration, kv_heads=self.own_kv[1] - self.own_kv[0], layers=layers)
 
 
-def _check(model: nn.Module, checkpoint: Checkpoint, heads: _Heads) -> None:
+def _check_family(model: nn.Module, checkpoint: Checkpoint) -> None:
     name = f"{type(model).__module__}.{type(model).__qualname__}"
     if name not in decoder.LLAMA and name != decoder.OPT:
         raise UsageError(
@@ -200,22 +201,21 @@ def _fill(model, checkpoint: Checkpoint, shared: dict[str, Part], scheme, dtype:
         if path == "lm_head" and tied:
             continue
         if path in shared and weight.name.endswith(".weight"):
-            bias = model.get_submodule(path).bias is not None
-            model.set_submodule(path, read.linear(weight, shared[path], bias))
+            model.set_submodule(path, read.linear(weight, shared[path], model.get_submodule(path)))
         elif weight.layout != "dense":
             original = model.get_submodule(path) if path is not None else None
             if not isinstance(original, nn.Linear):
                 raise TilepressError(
                     f"{weight.name} is packed, but the model has no linear layer of that name", _VERIFY
                 )
-            model.set_submodule(path, read.linear(weight, Part(), original.bias is not None))
+            model.set_submodule(path, read.linear(weight, Part(), original))
         else:
             name = next((n for n in model_names(weight.name, prefix) if n in expected), None)
             owner = (name or "").rpartition(".")[0]
             if name is None and not COMPUTED_BUFFER.search(weight.name):
                 unknown.append(weight.name)
             elif name is not None and owner not in shared:
-                _check_shape(weight, tuple(expected[name].shape))
+                _check_shape(weight, weight.entries[0].shape, tuple(expected[name].shape))
                 made = nn.Parameter(read.tensor(weight.name, dtype=dtype), requires_grad=False)
                 setattr(model.get_submodule(owner), name.rpartition(".")[2], made)
     if tied:
@@ -234,11 +234,9 @@ def _fill(model, checkpoint: Checkpoint, shared: dict[str, Part], scheme, dtype:
             raise TilepressError(f"{len(names)} {what} tensors in {checkpoint.name}, such as {min(names)}", _VERIFY)
 
 
-def _check_shape(weight: Weight, expected: tuple[int, ...]) -> None:
-    if weight.entries[0].shape != expected:
-        raise TilepressError(
-            f"{weight.name} is {list(weight.entries[0].shape)}, a mismatch with the model's {list(expected)}", _VERIFY
-        )
+def _check_shape(weight: Weight, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise TilepressError(f"{weight.name} is {list(found)}, a mismatch with the model's {list(expected)}", _VERIFY)
 
 
 @dataclass(frozen=True)
@@ -255,17 +253,16 @@ class _Reader:
         found = self.checkpoint.part(name, *index)
         return found.to(self.group.device, dtype or found.dtype, copy=True).contiguous()
 
-    def linear(self, weight: Weight, part: Part, bias: bool) -> nn.Module:
-        """The layer of a stored weight, as far as it is this rank's."""
-        form = None if weight.layout == "dense" else self.checkpoint.form(weight)
-        rows, cols = weight.entries[0].shape if form is None else (form.rows, form.cols)
+    def linear(self, weight: Weight, part: Part, original: nn.Linear) -> nn.Module:
+        """The layer of a stored weight in place of the whole one, as far as it is this rank's."""
+        form, (rows, cols) = None, original.weight.shape
+        if weight.layout != "dense":
+            form = self.checkpoint.form(weight)
+        _check_shape(weight, weight.entries[0].shape if form is None else (form.rows, form.cols), (rows, cols))
         if form is not None and form.transposed:
             raise TilepressError(f"{weight.name} is packed as a Conv1D's, the model has Linear", _VERIFY)
         spans = part.rows or (0, rows), part.cols or (0, cols)
-        for (_, end), size in zip(spans, (rows, cols), strict=True):
-            if end > size:
-                raise TilepressError(f"{weight.name} is {rows} x {cols}, smaller than the model's", _VERIFY)
-        adds = bias and not (part.sums and self.group.rank)  # the sum has it once
+        adds = original.bias is not None and not (part.sums and self.group.rank)  # the sum has it once
         make = {"dense": self._dense, "int8": self._int8}.get(weight.layout, self._sparse)
         return make(weight, part, spans, adds)
 
