@@ -511,21 +511,33 @@ def speed(
 ) -> None:
     """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
 
-    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed.
+    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
+    torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
     from tilepress.eval.speed import Protocol, Subject, speed as measure
-    from tilepress.runtime.loader import load
+    from tilepress.runtime import loader, sharding
+    from tilepress.runtime.parallel import TensorParallel
 
     screen.quiet_libraries()
     protocol = Protocol(tuple(_batches(batch)), context, new_tokens, runs, chunk, seed)
-    options = {"dtype": parse_dtype(dtype) or "auto", "trust_remote_code": trust_remote_code}
-    options["device"] = parse_device(device)
-    path = str(_open(model, revision).path)
-    subject = Subject(model, lambda: load(path, **options))
-    other = None if base is None else Subject(base, lambda: load(base, kv=False, **options))
-    _check_writable(output)
-    found = measure(subject, other, protocol, (lambda at: None) if quiet else say)
-    _show(found, output, screen.speed_text, json_)
+    device, kind, path = parse_device(device), parse_dtype(dtype) or "auto", str(_open(model, revision).path)
+    group = TensorParallel.start(device)
+
+    def load(path: str, kv: bool):
+        if group is not None:
+            return sharding.load(path, group, kind, kv=kv)
+        return loader.load(path, device, kind, trust_remote_code, kv=kv)
+
+    subject = Subject(model, lambda: load(path, True))
+    other = None if base is None else Subject(base, lambda: load(base, False))
+    is_first = group is None or group.rank == 0
+    if is_first:
+        _check_writable(output)
+    found = measure(subject, other, protocol, say if is_first and not quiet else lambda at: None, group)
+    if group is not None:
+        group.close()
+    if is_first:
+        _show(found, output, screen.speed_text, json_)
 
 
 _SHAPES = {  # of weights M x K, weights N x K, tokens x hidden; of attention as eval.attention.Shape says

@@ -1,5 +1,10 @@
 """Decode speed: what a result holds and how its figures hang together, on a CPU; on a card that kernels alone are timed."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import prune
@@ -73,6 +78,41 @@ def test_the_command(cli, pair, tmp_path):
     assert cli("eval", "speed", source, "--batch", "0", "--device", "cpu").code == 2
     refused = cli("eval", "speed", source, "--batch", "fit", "--device", "cpu", "--context", 4)
     assert refused.code == 2 and "what a card holds" in refused.err
+
+
+def test_two_ranks(pair, tmp_path):
+    """Under torchrun: one object, of both; each has half of the heads, and rates are divided by two."""
+    source, packed = pair
+    words = [
+        "eval",
+        "speed",
+        packed,
+        "--base",
+        source,
+        "--batch",
+        "1,2",
+        "--context",
+        9,
+        "--new-tokens",
+        2,
+        "--runs",
+        2,
+    ]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "tilepress"]
+    end = ["--json", "-q", "--device", "cpu", "-o", tmp_path / "speed.json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(list(map(str, start + words + end)), capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found == json.loads((tmp_path / "speed.json").read_text())
+    for row in found["rows"]:
+        assert row["gpus"] == 2 and row["tokens_per_gpu_s"] == pytest.approx(row["tokens_per_s"] / 2)
+        assert row["kv_gib"] == pytest.approx(row["batch"] * 9 * 2 * 32 * 2 / GIB)  # one KV head of two
+        assert row["paths"]["sums over 2 ranks, gloo"] == 2
+    dense, packed = found["rows"][1::2]
+    assert packed["speedup"] == pytest.approx(packed["tokens_per_gpu_s"] / dense["tokens_per_gpu_s"])
+    alone = stored_bytes(load(source)) / GIB
+    assert 0.4 < dense["weights_gib"] / alone < 0.9  # the embedding is whole
 
 
 def test_others_are_timed_by_their_own_pass_on_a_cpu(checkpoint_of):

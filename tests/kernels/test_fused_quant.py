@@ -144,6 +144,25 @@ def test_other_arguments_have_the_references(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cut", [48, 51])
+def test_parts_of_rows_with_scales_of_the_whole(cut, device):
+    """What the ranks of tensor parallelism do: the codes are those of the whole row, NaN and zeros too."""
+    x, mode = numbers(2, 5, 2 * cut, scale=3.0), PER_TOKEN
+    x[0, 0, :cut], x[0, 1], x[0, 2, 3] = 0, 0, math.nan
+    x = x.to(device)
+    codes, scale = ops.quantize_int8(x, mode)
+    parts = x[..., :cut], x[..., cut:]
+    found = torch.stack([ops.quantize_int8(part, mode)[1] for part in parts]).amax(0)
+    assert torch.equal(found.nan_to_num(), scale.nan_to_num()) and bool(found.isnan()[0, 2])
+    ours = [ops.quantize_int8_static(part, found, None) for part in parts]
+    assert torch.equal(torch.cat(ours, -1), codes)
+    named = (ops.activation_int8(part, "relu", mode, found, None) for part in parts)
+    for part, (there, scales) in zip(parts, named, strict=True):
+        expected = fused_quant.quantize_int8_static_ref(part.relu(), found, None)
+        assert torch.equal(there, expected) and torch.equal(scales.nan_to_num(), found.nan_to_num())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_wrong_arguments_and_layouts(device):
     x, one = numbers(4, 9).to(device), torch.ones(1, device=device)
     with pytest.raises(ValueError, match="9 columns"):
@@ -184,6 +203,7 @@ def test_the_kernel_keeps_rows_in_registers(arch):
         (1, 32768, True),
     ):
         for is_full in (False, True):
-            source = fused_quant.configuration_for(n, is_full).source(op, False, vectors, torch.bfloat16)
-            found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
-            assert found["spills"] <= 16, (op, n, found)
+            for static in (0, 2):
+                source = fused_quant.configuration_for(n, is_full).source(op, static, vectors, torch.bfloat16)
+                found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
+                assert found["spills"] <= 16, (op, n, static, found)

@@ -6,6 +6,8 @@ of two attentions: our kernel over pages of bfloat16, and torch's over contiguou
 A run: a prompt of `context` random tokens is prefilled alone, which gives the time to the first token; its keys and values are copied to the other
 sequences of the batch, and `new_tokens` decode steps are timed, from the host, with everything that the loop does in them. `runs` runs are timed, behind one
 that is not. A spread is the largest less the smallest, relative to the median.
+
+Ranks that share a model (runtime/parallel.py) run all this together. Memory and bytes are of one card, tokens are of all.
 """
 
 import gc
@@ -13,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from tilepress.eval import kernels as bench
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.generation import Engine, Request
+from tilepress.runtime.parallel import TensorParallel
 
 GIB = 1 << 30
 FILLED = "one prompt prefilled, its keys and values copied to the other sequences of the batch"
@@ -28,6 +32,7 @@ _SPARE_STEPS = 6  # beside the timed ones: nothing ends before they are over, or
 _PROFILED_STEPS = 3
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
 _MOST_FIT = 1024
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -64,24 +69,37 @@ class Subject:
     load: Callable[[], nn.Module]
 
 
+class _DoesNotFit(torch.OutOfMemoryError):
+    """All ranks know of it."""
+
+
 def speed(
-    model: Subject, base: Subject | None, protocol: Protocol, progress: Callable[[str], None] = lambda at: None
+    model: Subject,
+    base: Subject | None,
+    protocol: Protocol,
+    progress: Callable[[str], None] = lambda at: None,
+    group: TensorParallel | None = None,
 ) -> dict:
     """The object that `eval speed --json` prints: `rows`, one a model and batch, the base's first. Raises UsageError where a card would run a reference."""
-    found = compare([model], base, [protocol], progress)
+    found = compare([model], base, [protocol], progress, group)
     filled = asdict(protocol) | {"filled": FILLED, "sampling": "greedy"}
     return {"env": found["env"], "read_gbps": found["read_gbps"], "protocol": filled, "rows": found["rows"]}
 
 
 def compare(
-    models: list[Subject], base: Subject | None, protocols: list[Protocol], progress: Callable[[str], None]
+    models: list[Subject],
+    base: Subject | None,
+    protocols: list[Protocol],
+    progress: Callable[[str], None],
+    group: TensorParallel | None = None,
 ) -> dict:
-    """`env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol."""
+    """`env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol. Subjects load
+    what is theirs of models that a `group` shares."""
     rows, facts, bandwidth = [], None, None
     for subject in [base, *models] if base is not None else models:
         progress(f"loading {subject.name}")
         try:
-            loaded = subject.load()
+            loaded = _agreed(group, subject.load)
         except torch.OutOfMemoryError:
             loaded = None
         if loaded is None:  # told here: while an error is handled, it holds what there was of the model
@@ -125,6 +143,19 @@ def _environment(device: torch.device) -> dict:
     return {"card": None, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
+def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
+    """What `make` makes if it fits on every rank: one that goes on alone would wait for the others. `make` must not wait for them."""
+    try:
+        made = make()
+    except torch.OutOfMemoryError:
+        if group is None:
+            raise
+        made = None
+    if group is not None and not group.least(made is not None):
+        raise _DoesNotFit
+    return made
+
+
 def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | None, progress) -> dict:
     """The fastest of the caches that may serve the model."""
     device = next(model.parameters()).device
@@ -135,7 +166,9 @@ def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | Non
             progress(f"{subject.name}, batch {batch}, context {protocol.context}, cache {cache}")
             found.append(_measured(model, cache, batch, protocol, bandwidth))
             tried[found[-1]["cache"]] = found[-1]["tpot_ms"]
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            if _group(model) is not None and not isinstance(error, _DoesNotFit):
+                raise  # in the middle of what ranks do together
             tried[cache] = None
         _let_go()
     if not found:
@@ -157,14 +190,16 @@ def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise UsageError("--batch fit asks for what a card holds", "give numbers")
-    small = Engine(model, 1, protocol.most, cache, chunk=protocol.chunk)
+    group = _group(model)
+    small = _agreed(group, lambda: Engine(model, 1, protocol.most, cache, chunk=protocol.chunk))
     per_sequence = small.backend.cache.bytes_per_token * -(-protocol.most // PAGE_TOKENS) * PAGE_TOKENS
     del small
     _let_go()
     free, _ = torch.cuda.mem_get_info(device)
+    free = free if group is None else group.least(free)
     most = (free - _WORKSPACE) // per_sequence
     if most < 1:
-        raise torch.OutOfMemoryError
+        raise _DoesNotFit
     return int(min(most if most < 8 else most // 8 * 8, _MOST_FIT))
 
 
@@ -172,7 +207,9 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    engine = Engine(model, batch, protocol.most, cache, chunk=protocol.chunk)
+    group = _group(model)
+    gpus = 1 if group is None else group.size
+    engine = _agreed(group, lambda: Engine(model, batch, protocol.most, cache, chunk=protocol.chunk))
     paths = engine.paths()
     _refuse_references(device, paths)
     vocabulary = model.config.get_text_config().vocab_size
@@ -196,8 +233,8 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
         **_spread("ttft_ms", [1000 * seconds for seconds in ttft]),
         **_spread("tpot_ms", [1000 * seconds for seconds in tpot]),
         **_spread("tokens_per_s", per_second),
-        **_spread("tokens_per_gpu_s", per_second),  # of one card
-        "gpus": 1,
+        **_spread("tokens_per_gpu_s", [rate / gpus for rate in per_second]),
+        "gpus": gpus,
         "bytes_per_step": read,
         "share_of_read": read and bandwidth and read / step_s / 1e9 / bandwidth,
         "runs": {"ttft_ms": [1000 * seconds for seconds in ttft], "tpot_ms": [1000 * seconds for seconds in tpot]},
@@ -214,7 +251,7 @@ def _refuse_references(device: torch.device, paths: dict[str, int]) -> None:
 
 def _start(engine: Engine, request: Request, batch: int) -> float:
     """Brings so many sequences to run; seconds to the first token."""
-    _wait(engine.device)
+    _together(engine)
     started = time.perf_counter()
     first = engine.submit(request)
     while not first.tokens:
@@ -234,7 +271,7 @@ def _start(engine: Engine, request: Request, batch: int) -> float:
 def _run(engine: Engine, request: Request, batch: int, steps: int) -> tuple[float, float]:
     """Seconds to the first token, and of a step of the whole batch."""
     ttft = _start(engine, request, batch)
-    _wait(engine.device)
+    _together(engine)
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
@@ -242,6 +279,17 @@ def _run(engine: Engine, request: Request, batch: int, steps: int) -> tuple[floa
     seconds = (time.perf_counter() - started) / steps
     engine.clear()
     return ttft, seconds
+
+
+def _group(model: nn.Module) -> TensorParallel | None:
+    return getattr(model, "tensor_parallel", None)
+
+
+def _together(engine: Engine) -> None:
+    """Waits for the card, and for all ranks."""
+    _wait(engine.device)
+    if (group := _group(engine.model)) is not None:
+        group.least(0)
 
 
 def _wait(device: torch.device) -> None:

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -324,11 +325,18 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One stored tensor, memory-mapped on CPU."""
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def part(self, name: str, *index: slice) -> Tensor:
+        """A range of one stored tensor: nothing else of it is read."""
+        return self._read(name, lambda file: file.get_slice(name)[index]) if index else self.read(name)
+
+    def _read(self, name: str, get: Callable[[safe_open], Tensor]) -> Tensor:
         file = self.tensors[name].file
         try:
             if self._open is None or self._open[0] != file:
                 self._open = (file, safe_open(self.path / file, framework="pt"))
-            return self._open[1].get_tensor(name)
+            return get(self._open[1])
         except Exception as error:
             why = str(error).splitlines()[0]
             raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error

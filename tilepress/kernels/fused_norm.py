@@ -58,7 +58,7 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(chosen: Configuration, op: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
-    source = chosen.source(op, static=False, vectors=vectors, dtype=dtype, codes=False)
+    source = chosen.source(op, static=0, vectors=vectors, dtype=dtype, codes=False)
     return jit.Kernel("fused_quant", source, chosen.threads, overlaps=True)
 
 

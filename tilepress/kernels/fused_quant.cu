@@ -1,11 +1,11 @@
 // Rows of 16-bit numbers, normalized or through an activation, to int8 codes: one pass, a row in the registers of a block, two numbers in each.
 //
 // What OP makes of a row is rounded to 16 bits where transformers' own modules round; then codes = round(value / scale + zero point), half to even, saturated,
-// with the quotient rounded as a division's. Scale: given for all rows, or of each row absmax / 127.5 (float32's epsilon for a row of zeros). NaN and
-// infinities give a row the scale NaN or infinity, and so NaN in all that is multiplied with it; with a given scale NaN becomes the code 0, infinities
-// saturate. Without CODES the row is stored as it is, in 16 bits.
+// with the quotient rounded as a division's. Scale: given for all rows, or of each row absmax / 127.5 (float32's epsilon for a row of zeros), or given
+// of each row, found so from a longer row that this is part of. NaN and infinities give a row the scale NaN or infinity, and so NaN in all that is multiplied
+// with it; with a scale given for all rows NaN becomes the code 0, infinities saturate. Without CODES the row is stored as it is, in 16 bits.
 //
-// Macros: OP, one of those below; CODES 0 | 1; STATIC 0 | 1; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
+// Macros: OP, one of those below; CODES 0 | 1; STATIC 0: scales are found | 1: one is given | 2: one of each row is given; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
 // any alignment); BLOCKS of a multiprocessor; BF16.
 
 #include "scales.cuh"
@@ -118,13 +118,13 @@ template <class How> __device__ __forceinline__ float all(float v, float* place)
   return v;
 }
 
-// round(x / scale + zero_point), the quotient correctly rounded (Markstein): the reciprocal is, and the remainder is exact. With a scale that is given, quotients
+// round(x / scale + zero_point), the quotient correctly rounded (Markstein): the reciprocal is, and the remainder is exact. With one scale that is given, quotients
 // far beyond the codes are only as far beyond them, infinities too: else their remainder were NaN.
 __device__ __forceinline__ int code(float x, float scale, float reciprocal, float zero_point) {
   float q = __fmul_rn(x, reciprocal);
-  if (STATIC) q = fminf(fmaxf(q, -1e4f), 1e4f);
+  if (STATIC == 1) q = fminf(fmaxf(q, -1e4f), 1e4f);
   q = __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
-  return __float2int_rn(STATIC ? __fadd_rn(q, zero_point) : q);
+  return __float2int_rn(STATIC == 1 ? __fadd_rn(q, zero_point) : q);
 }
 // Two codes, saturated, in the low bytes, and c's low half above them.
 __device__ __forceinline__ u32 packed(int first, int second, u32 c) { u32 r; asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(second), "r"(first), "r"(c)); return r; }
@@ -203,13 +203,13 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
   if (!CODES) return row.store((u16*)codes + mine, n);
   float by, zero = 0.f;
   if (STATIC) {
-    by = Numbers{scale, scale_kind, 0}[0];
+    by = Numbers{scale, scale_kind, STATIC - 1}[blockIdx.x];
     if (zero_point) zero = *zero_point;
   } else {
     by = all<Max>(row.most(), places[2]) / 127.5f;
     if (by == 0.f) by = 1.1920928955078125e-7f;
   }
-  if (threadIdx.x == 0 && (!STATIC || blockIdx.x == 0)) scales[blockIdx.x] = by;
+  if (threadIdx.x == 0 && (STATIC != 1 || blockIdx.x == 0)) scales[blockIdx.x] = by;
   if (by > 1e-30f && by < 1e30f) write_codes<false>(row, codes + mine, n, by, 1.f, zero);
   else write_codes<true>(row, codes + mine, n, by, by > 1.f ? 0x1p-64f : 0x1p64f, zero);   // reciprocals or remainders were not normal
 }

@@ -9,8 +9,9 @@
     silu_mul_int8            [gate | up] -> silu(gate) * up -> codes, scale
     activation_int8          x -> relu, gelu, gelu_tanh or gelu_new -> codes, scale
 
-`mode` is 0 per token, 1 per tensor; with `scale` given (static) it does not matter and a copy of `scale` is returned. Codes are int8 of
-x's shape, scales float32 [..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and
+`mode` is 0 per token, 1 per tensor; with `scale` given (static) it does not matter and a copy of `scale` is returned. A given scale is one number [1], or
+one of each token [..., 1] without zero point: of tokens that several cards have parts of (runtime/parallel.py). Codes are int8 of x's shape, scales
+float32 [..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and
 the product are rounded to x's dtype before they are quantized. The quantization rules are formats/int8.py's: with a scale found at run time a NaN or an
 infinity makes the scale NaN or infinite, and so NaN of what is multiplied with it; with a given one NaN becomes 0, infinities saturate.
 
@@ -64,7 +65,7 @@ def quantize_int8_ref(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int8_static_ref(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """x [..., n], scale [1], zero_point int8 [1] or None -> codes int8 [..., n]."""
+    """x [..., n], scale [1] or [..., 1], zero_point int8 [1] or None -> codes int8 [..., n]."""
     return int8.quantize(x.contiguous(), scale, zero_point)
 
 
@@ -141,7 +142,7 @@ class Configuration:
     threads: int
     parts: int  # times 8 elements a thread
 
-    def source(self, op: int, static: bool, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
+    def source(self, op: int, static: int, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
         blocks = max(
             1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
         )  # of a multiprocessor, by their registers
@@ -151,7 +152,7 @@ class Configuration:
 
 
 @functools.cache
-def _kernel(chosen: Configuration, op: int, static: bool, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
+def _kernel(chosen: Configuration, op: int, static: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
     return jit.Kernel("fused_quant", chosen.source(op, static, vectors, dtype), chosen.threads, overlaps=True)
 
 
@@ -191,9 +192,14 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         or (scale is not None and scale.dtype not in KINDS)
     ):
         return None
-    for what, t in (("scale", scale), ("zero point", zero_point)):
+    by_token = scale is not None and zero_point is None and scale.dim() > 1 and scale.shape == (*x.shape[:-1], 1)
+    for what, t in (("scale", None if by_token else scale), ("zero point", zero_point)):
         if t is not None and (t.numel() != 1 or t.device != x.device):
             raise ValueError(f"a {what} of {list(t.shape)} on {t.device}: one number is needed, where x is")
+    if by_token:
+        scale = scale.contiguous()
+        if scale.device != x.device:
+            raise ValueError(f"scales on {scale.device}, x on {x.device}")
     if zero_point is not None and zero_point.dtype != torch.int8:
         raise ValueError(f"a zero point of {zero_point.dtype}, not int8")
     x = x.contiguous()
@@ -207,7 +213,8 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
     tensors = x, residual, weight, bias, codes, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     chosen = configuration_for(n, rows > 2 * jit.multiprocessors(x.device))
-    _kernel(chosen, op, scale is not None, vectors, x.dtype)(
+    static = 0 if scale is None else 2 if by_token else 1
+    _kernel(chosen, op, static, vectors, x.dtype)(
         x.device,
         rows,
         *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias, scale)),

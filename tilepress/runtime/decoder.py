@@ -12,6 +12,7 @@ business (runtime/sequence_cache.py). Roundings are those of the model's own mod
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +25,25 @@ from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.projections import merge
 
 ops = torch.ops.tilepress
-_LLAMA = {
+LLAMA = {
     f"transformers.models.{folder}.modeling_{folder}.{name}ForCausalLM"
     for folder, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))
 }
-_OPT = "transformers.models.opt.modeling_opt.OPTForCausalLM"
+OPT = "transformers.models.opt.modeling_opt.OPTForCausalLM"
 _CHANGING_ROPE = ("dynamic", "longrope")  # whose frequencies depend on the length
 
 
 def why_not(model: nn.Module, max_len: int) -> str | None:
     """Why a model must run by its own forward pass, or None."""
     name = f"{type(model).__module__}.{type(model).__qualname__}"
-    if name not in _LLAMA and name != _OPT:
+    if name not in LLAMA and name != OPT:
         return f"no lean pass for {type(model).__name__}"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate moves its tensors"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "it lies on several devices"
     config = model.config
-    if name == _OPT:
+    if name == OPT:
         decoder = model.model.decoder
         ordinary = config.do_layer_norm_before and config.layer_norm_elementwise_affine
         ordinary = ordinary and decoder.final_layer_norm is not None and decoder.project_in is None
@@ -141,11 +142,18 @@ class Layer:
     def _finish(self, inner: Tensor) -> Tensor:
         outer, dtype = self.outer, inner.dtype
         if takes_codes(outer):
-            how = outer.mode, *outer.static
             name = self.activation
-            codes = ops.silu_mul_int8(inner, *how) if name is None else ops.activation_int8(inner, name, *how)
-            return outer.multiply(*codes, dtype)
+            made = partial(ops.silu_mul_int8, inner) if name is None else partial(ops.activation_int8, inner, name)
+            return outer.multiply(*outer.codes(made), dtype)
         return outer(ops.silu_mul(inner) if self.activation is None else self.function(inner))
+
+
+def _alone(linear: nn.Module) -> Iterator[nn.Module]:
+    """The layers that it is made of."""
+    for part in getattr(linear, "linears", []):
+        yield from _alone(part)
+    if not hasattr(linear, "linears"):
+        yield linear
 
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_new"}
@@ -253,7 +261,7 @@ class Decoder:
         found: dict[str, int] = {}
         linears = [x for layer in self.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
         for linear in [*linears, self.lm_head]:
-            for part in getattr(linear, "linears", [linear]):
+            for part in _alone(linear):
                 if isinstance(part, SparseLinear):
                     name = part.path_for(self.dtype, rows)
                 elif isinstance(part, Int8Linear):
@@ -263,6 +271,8 @@ class Decoder:
                 found[name] = found.get(name, 0) + 1
         for name in self._norm_paths():
             found[name] = found.get(name, 0) + 1
+        if (group := getattr(self.model, "tensor_parallel", None)) is not None:
+            found |= {f"sums over {group.name}": 2 * len(self.layers), f"logits of {group.name}, gathered": 1}
         return found
 
     def _norm_paths(self) -> Iterator[str]:

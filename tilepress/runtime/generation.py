@@ -90,7 +90,8 @@ class _Seen:
 
 
 class Engine:
-    """Generates for many requests at once with a model of tilepress.load, or any transformers causal language model.
+    """Generates for many requests at once with a model of tilepress.load, or any transformers causal language model. Of a model that ranks share
+    (runtime/sharding.py) each rank has an engine, with the same requests and steps in the same order.
 
     `places` sequences run together, of up to `max_len` tokens each; `cache` is one of backends.CACHES, of `num_pages` pages of 64 tokens (by default what
     all places need). `chunk` tokens of a prompt are prefilled between two decode steps. `graphs` None: CUDA graphs where they are."""
@@ -290,7 +291,9 @@ class Engine:
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self._captured.values()), None)
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool):
+        # Beside ranks a thread of torch's own looks after collectives, by calls that a capture of all threads would take amiss.
+        mode = "global" if getattr(self.model, "tensor_parallel", None) is None else "thread_local"
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             self._advance(rows, samples)
         self.positions.copy_(positions)
         self._captured[rows, samples] = graph

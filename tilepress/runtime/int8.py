@@ -1,5 +1,8 @@
 """INT8 linear layers: `Int8Linear` takes the place of any linear layer, `MergedInt8Linear` of several that have one input."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -57,10 +60,11 @@ class Int8Linear(nn.Module):
         """x [..., in_features] -> [..., out_features]."""
         if self.scheme.activations == "none":
             return ops.w8a16_gemm(x, self.matrix, self.weight_scale, self.bias)
-        scale, zero_point = self.static
-        if scale is not None:
-            return self.multiply(ops.quantize_int8_static(x, scale, zero_point), scale, x.dtype)
-        return self.multiply(*ops.quantize_int8(x, self.mode), x.dtype)
+        return self.multiply(*self.codes(partial(_quantized, x)), x.dtype)
+
+    def codes(self, quantize: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Codes and scale for `multiply`, by what makes them of a mode, an input scale and a zero point."""
+        return quantize(self.mode, *self.static)
 
     def multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """codes int8 [..., in_features] with their scale -> [..., out_features] of `dtype`."""
@@ -86,6 +90,12 @@ class Int8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.scheme}"
+
+
+def _quantized(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    if scale is None:
+        return ops.quantize_int8(x, mode)
+    return ops.quantize_int8_static(x, scale, zero_point), scale
 
 
 class MergedInt8Linear(Int8Linear):
