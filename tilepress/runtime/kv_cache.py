@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
-from tilepress.kernels import decode_attention, jit, kv_cache, rope_append  # noqa: F401
+from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.runtime import fused_attention
 
 ops = torch.ops.tilepress
@@ -473,10 +473,9 @@ def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     layers, form = len(calibration.layers), calibration.form
     if mode == "cache":
-        fused, why = len(fused_attention.modules(model)), jit.why_not(device)
-        separate = f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
-        found = {rope_append.path(device): fused, separate: layers - fused}
-        found[decode_attention.path(device, form, model.dtype)] = layers
+        fused = len(fused_attention.modules(model))
+        found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused}
+        found |= {kv_read.path(device): layers, decode_attention.path(device, form, model.dtype): layers}
         return {name: count for name, count in found.items() if count}
     quantized = f"of keys and values through {form.name} and back " if mode == "sim" else ""
     return {f"torch attention {quantized}on {device.type}": layers}
