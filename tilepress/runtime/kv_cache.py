@@ -204,13 +204,15 @@ class PagedCache(Cache):
         pages = table.long().gather(1, positions.clamp(min=0) // PAGE_TOKENS)
         slots = torch.where(real, pages * PAGE_TOKENS + positions % PAGE_TOKENS, -1).reshape(-1)
         self._announced = {torch.device("cpu"): _Announced(positions, slots, table, after.int())}
-        self.announced(self.pool.pages[0].device)  # a copy waits for the card: before the layers, not in them
+        self.announced(self.pool.pages[0].device)
 
     def announced(self, device: torch.device) -> _Announced:
         """What `begin` found, copied to a device once for all its layers."""
         if device not in self._announced:
             found = self._announced[torch.device("cpu")]
-            self._announced[device] = _Announced(*(x.to(device) for x in found))
+            if device.type == "cuda":  # pinned, or else the host waits for the card here
+                found = (x.pin_memory() for x in found)
+            self._announced[device] = _Announced(*(x.to(device, non_blocking=True) for x in found))
         return self._announced[device]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
