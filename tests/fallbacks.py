@@ -7,13 +7,17 @@ from tilepress.kernels import (
     kv_cache,
     kv_read,
     rope_append,
+    tiled_bitmap_decode,
     tiled_bitmap_spmm,
+    tiled_csl_decode,
     tiled_csl_spmm,
     w8a8_gemm,
     w8a16_gemm,
 )
 
 FALLBACKS = {
+    tiled_csl_decode: ["tiled_csl_decode_ref"],
+    tiled_bitmap_decode: ["tiled_bitmap_decode_ref"],
     tiled_csl_spmm: ["tiled_csl_spmm_ref"],
     tiled_bitmap_spmm: ["tiled_bitmap_spmm_ref"],
     w8a8_gemm: ["w8a8_gemm_ref"],

@@ -16,7 +16,6 @@ from tilepress.runtime import decoder
 from tilepress.runtime.generation import Engine, Request, generate
 from tilepress.runtime.sampling import Sampling
 
-NOT_RUN_BY_MODELS = set()
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt"]
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 80)), [1, 2]]
 
@@ -26,7 +25,7 @@ def test_fallbacks_are_those_of_all_ops():
     assert all(callable(getattr(owner, name)) for owner, names in FALLBACKS.items() for name in names)
     listed = {owner.__module__ if isinstance(owner, type) else owner.__name__ for owner in FALLBACKS}
     defining = {f"tilepress.kernels.{f.stem}" for f in jit.FOLDER.glob("*.py") if "library.define(" in f.read_text()}
-    assert listed == defining - {f"tilepress.kernels.{name}" for name in NOT_RUN_BY_MODELS}
+    assert listed == defining
 
 
 def theirs(model, prompt: list[int], count: int, **options) -> list[int]:
@@ -200,6 +199,7 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
 
 
 CARD = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_OPT = {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
 MADE = {  # what an artifact is made by, one after the other
     "tiled-csl": (lambda source, out: prune(source, out, 0.6, "tiled-csl"),),
     "tiled-bitmap": (lambda source, out: prune(source, out, 0.6, "tiled-bitmap"),),
@@ -214,7 +214,7 @@ STACKED = {f"{name}+kv4": (*steps, *PACKED) for name, steps in MADE.items()}
 @pytest.fixture(scope="module")
 def made(checkpoint_of, tmp_path_factory):
     def make(family: str, kind: str):
-        path = checkpoint_of(family, **({"hidden_size": 256, "num_attention_heads": 4} if family == "opt" else CARD))
+        path = checkpoint_of(family, **(WIDE_OPT if family == "opt" else CARD))
         for i, step in enumerate((MADE | STACKED)[kind]):
             step(path, out := tmp_path_factory.mktemp(kind.replace(" ", "-")) / f"out-{i}")
             path = out
@@ -235,10 +235,9 @@ def test_no_fallback_runs(kind, family, how, made, monkeypatch):
 
     path = made(family, kind)
     refuse_all(monkeypatch)
-    if how == "load":
-        model = tilepress.load(path, device="cuda")
-    else:  # knows packed weights, and no calibrated cache
-        model = AutoModelForCausalLM.from_pretrained(path).cuda().eval()
+    # The latter knows packed weights, and no calibrated cache.
+    loads = how == "load"
+    model = tilepress.load(path, device="cuda") if loads else AutoModelForCausalLM.from_pretrained(path).cuda().eval()
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     for prompts in (PROMPTS[3:4], [[7, *PROMPTS[0][:2]], [1, 2, 3]]):
         ids = torch.tensor(prompts, device="cuda")
@@ -246,7 +245,7 @@ def test_no_fallback_runs(kind, family, how, made, monkeypatch):
         mask[1:, 0] = 0
         out = model.generate(ids, attention_mask=mask, **options)
         assert out.shape == (len(prompts), len(prompts[0]) + 6)
-    if how == "load":
+    if loads:
         engine = Engine(model, places=2, max_len=128, chunk=32)
         assert all(one.finish for one in engine.run([Request(tuple(prompt), 6) for prompt in PROMPTS]))
         assert not [path for path in engine.paths() if "reference" in path]
