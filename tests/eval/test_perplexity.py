@@ -9,13 +9,16 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from conftest import prune
+from conftest import few_words, prune, quantize, run_recipe
+from fallbacks import refuse_all
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress.compress.calibration import documents, token_ids
+from tilepress.compress.kv import KVRecipe
 from tilepress.eval.perplexity import Protocol, WindowSums, perplexity
 from tilepress.formats import TilepressError, UsageError
+from tilepress.runtime.loader import paths
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +248,25 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
         "1",
     )
     assert ran.code == 2 and "vocabularies" in ran.err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["", "kv4"])
+@pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
+def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, packed, monkeypatch):
+    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token."""
+    path = tiny
+    if kind == "int8":
+        quantize(tiny, path := tmp_path / "made")
+    elif kind != "dense":
+        prune(tiny, path := tmp_path / "made", 0.5, kind)
+    if packed:
+        source, path = path, tmp_path / "packed"
+        run_recipe(KVRecipe(few_words(16, 256)), source, path)
+    protocol, mode = Protocol(str(text), seqlen=256, limit=6), "decode" if packed else "off"
+    expected = perplexity(tilepress.load(path), tokenizer, protocol, kv=mode)
+    refuse_all(monkeypatch)
+    on_card = tilepress.load(path, device="cuda")
+    found = perplexity(on_card, tokenizer, protocol, kv=mode)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
+    assert not [path for path in paths(on_card, "cache" if packed else mode) if "reference" in path]

@@ -7,7 +7,7 @@ import torch
 from kernel_costs import cost
 
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
-from tilepress.kernels import decode_attention, jit, kv_cache  # noqa: F401
+from tilepress.kernels import decode_attention, jit, kv_cache, kv_read  # noqa: F401
 
 ops = torch.ops.tilepress
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -155,6 +155,65 @@ def test_pages_are_the_same_on_a_card(form, dtype):
         assert wrong == 0, (rotate, refits, wrong)
 
 
+def read_arguments(form, lengths, max_len, calibrated, rotate, dtype):
+    """Of kv_read over pages of random bytes, which hold every number that can be stored."""
+    generator, heads = torch.Generator().manual_seed(0), 3
+    pages = torch.randint(0, 256, (7, heads, form.page_bytes), generator=generator, dtype=torch.uint8)
+    table = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in lengths]).int()
+    both = []
+    for seed in (1, 2):
+        channels, fixed, _ = sides(form, heads, "cpu", seed)
+        both += [channels if calibrated else None, fixed]
+    shape = form.head_dim, form.bits, form.group_size, form.static, rotate, dtype
+    return pages, table, torch.tensor(lengths, dtype=torch.int32), max_len, *both, *shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", APPENDED, ids=str)
+def test_what_is_read_back_is_the_same_on_a_card(form, dtype):
+    """Every bit; what is not a number is none on either."""
+    for calibrated, rotate, max_len in ((False, False, 192), (True, False, 195), (True, True, 192), (False, True, 333)):
+        args = read_arguments(form, [70, 0, 5, 129, 192, 64], max_len, calibrated, rotate, dtype)
+        on_card = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+        for expected, found in zip(ops.kv_read(*args), ops.kv_read(*on_card), strict=True):
+            found, bits = found.cpu(), torch.int32 if dtype == torch.float32 else torch.int16
+            same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+            assert same.all(), (calibrated, rotate, max_len, int((~same).sum()))
+
+
+@pytest.mark.gpu
+def test_lengths_and_tables_beyond_are_cut_on_a_card():
+    """As decode_attention does: nobody looks at them on the host."""
+    form = KVFormat(64)
+    args = read_arguments(form, [1000, 192, -3], 100, False, False, torch.bfloat16)
+    args[1][1] = torch.tensor([-1, 99, 6])
+    valid = list(args)
+    valid[1] = args[1].clamp(min=0)
+    valid[1][1], valid[2] = 6, torch.tensor([100, 100, 0], dtype=torch.int32)
+    found = ops.kv_read(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
+    for expected, mine in zip(ops.kv_read(*valid), found, strict=True):
+        torch.testing.assert_close(mine.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_what_lengths_and_tables_say_at_replay():
+    form = KVFormat(128)
+    args = [
+        a.cuda() if isinstance(a, torch.Tensor) else a
+        for a in read_arguments(form, [70, 0, 129], 192, True, True, torch.bfloat16)
+    ]
+    ops.kv_read(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.kv_read(*args)
+    args[1].copy_(args[1].roll(1, 0))
+    args[2].copy_(torch.tensor([3, 192, 64]))
+    graph.replay()
+    for mine, expected in zip(captured, ops.kv_read(*args), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, 4, 32), KVFormat(64, 8), KVFormat(64, 16)], ids=str)
 def test_a_key_that_is_not_finite_does_not_become_a_number(form, device):
@@ -184,6 +243,15 @@ def test_appending_compiles_for_both_architectures():
     for arch, form in itertools.product(("sm_80", "sm_90a"), (KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8))):
         found = cost(jit.compile_cubin("kv_append", kv_cache.append_source(form, torch.bfloat16), arch)[1])
         assert found["spills"] == found["stack"] == 0, (arch, form, found)
+
+
+@pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
+def test_reading_back_compiles_for_both_architectures():
+    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160)
+    for arch, form in itertools.product(("sm_80", "sm_90a"), forms):
+        found = cost(jit.compile_cubin("kv_read", kv_read.source(form, torch.bfloat16), arch)[1])
+        assert found["spills"] == found["stack"] == 0, (arch, form, found)
+        assert form.head_dim != 128 or found["registers"] <= 56, (arch, form, found)  # warps enough to hide latency
 
 
 def calls():
@@ -248,6 +316,10 @@ def test_what_would_be_read_or_written_elsewhere_is_refused():
             ops.kv_read(
                 pages, bad, torch.tensor(lengths, dtype=torch.int32), 100, *both, 64, *shape, False, torch.float32
             )
+    with pytest.raises(IndexError, match="more than the 2"):
+        ops.kv_read(pages, table, seq_lens, 2, *both, 64, *shape, False, torch.float32)
+    with pytest.raises(ValueError, match="of 2 heads of 64 channels"):
+        ops.kv_read(pages, table, seq_lens, 3, both[0][:, :1], *both[1:], 64, *shape, False, torch.float32)
     with pytest.raises(ValueError, match="2 queries, 1 lengths"):
         ops.decode_attention(query.expand(2, 2, 64), pages, table, seq_lens, 0.1, *both, *shape, False)
 

@@ -390,7 +390,8 @@ def test_on_a_card(monkeypatch, family, dtype):
     model = with_pages(stock(family, dtype, **CARD).cuda(), KVFormat(64))
     for a, b in zip(passes(model)[0], passes(on_cpu)[0], strict=True):
         assert distance(a.cpu(), b) < 0.1  # codes tip where GEMMs round otherwise
-    expected = {"rope_append kernel on cuda", "decode_attention kernel (int4 dynamic, row-wise) on cuda"}
+    attention = "decode_attention kernel (int4 dynamic, row-wise) on cuda"
+    expected = {"rope_append kernel on cuda", "kv_read kernel on cuda", attention}
     assert expected == {path for path in paths(model) if "linear" not in path}
     inputs = {name: x.cuda() for name, x in prompt().items()}
     assert counts(model.generate, **inputs, **OPTIONS) == {"rope_append": 20, "kv_read": 2, "decode_attention": 18}

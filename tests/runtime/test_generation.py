@@ -4,43 +4,28 @@ import math
 
 import pytest
 import torch
-from conftest import prune, quantize, with_cache
+from conftest import few_words, prune, quantize, run_recipe, with_cache
+from fallbacks import FALLBACKS, refuse_all
 
 import tilepress
+from tilepress.compress.kv import KVRecipe
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import KVFormat
-from tilepress.kernels import (
-    decode_attention,
-    fused_norm,
-    fused_quant,
-    rope_append,
-    tiled_bitmap_spmm,
-    tiled_csl_spmm,
-    w8a8_gemm,
-)
+from tilepress.kernels import jit
 from tilepress.runtime import decoder
 from tilepress.runtime.generation import Engine, Request, generate
 from tilepress.runtime.sampling import Sampling
 
-FALLBACKS = {  # what ops call on a card where no kernel serves
-    tiled_csl_spmm: ["tiled_csl_spmm_ref"],
-    tiled_bitmap_spmm: ["tiled_bitmap_spmm_ref"],
-    w8a8_gemm: ["w8a8_gemm_ref"],
-    fused_quant: [f.__name__ for f in fused_quant.REFERENCES.values()],
-    fused_norm: [f.__name__ for f in fused_norm.REFERENCES.values()],
-    rope_append._Rows: ["reference"],
-    decode_attention: ["_attend"],
-}
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt"]
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 80)), [1, 2]]
 
 
-def refuse(*_, **__):
-    raise AssertionError("a reference ran")
-
-
-def test_fallbacks_have_their_names():
-    assert all(callable(getattr(module, name)) for module, names in FALLBACKS.items() for name in names)
+def test_fallbacks_are_those_of_all_ops():
+    """Also of ops that come later: each file that defines one has its reference in the list."""
+    assert all(callable(getattr(owner, name)) for owner, names in FALLBACKS.items() for name in names)
+    listed = {owner.__module__ if isinstance(owner, type) else owner.__name__ for owner in FALLBACKS}
+    defining = {f"tilepress.kernels.{f.stem}" for f in jit.FOLDER.glob("*.py") if "library.define(" in f.read_text()}
+    assert listed == defining
 
 
 def theirs(model, prompt: list[int], count: int, **options) -> list[int]:
@@ -213,13 +198,65 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
         Engine(tilepress.load(checkpoint_of("opt")), max_len=129)
 
 
+CARD = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_OPT = {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
+MADE = {  # what an artifact is made by, one after the other
+    "tiled-csl": (lambda source, out: prune(source, out, 0.6, "tiled-csl"),),
+    "tiled-bitmap": (lambda source, out: prune(source, out, 0.6, "tiled-bitmap"),),
+    "int8": (quantize,),
+    "int8 weights": (lambda source, out: quantize(source, out, activations="none"),),
+    "dense": (),
+}
+PACKED = (lambda source, out: run_recipe(KVRecipe(few_words(4, 64)), source, out),)
+STACKED = {f"{name}+kv4": (*steps, *PACKED) for name, steps in MADE.items()}
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint_of, tmp_path_factory):
+    def make(family: str, kind: str):
+        path = checkpoint_of(family, **(WIDE_OPT if family == "opt" else CARD))
+        for i, step in enumerate((MADE | STACKED)[kind]):
+            step(path, out := tmp_path_factory.mktemp(kind.replace(" ", "-")) / f"out-{i}")
+            path = out
+        return path
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["load", "from_pretrained"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("kind", [*MADE, *STACKED])
+def test_no_fallback_runs(kind, family, how, made, monkeypatch):
+    """A prompt in pieces and alone, steps, a batch with padding: by the decode loop and by transformers' generate, one after the other."""
+    from transformers import AutoModelForCausalLM
+
+    import tilepress.hf
+
+    path = made(family, kind)
+    refuse_all(monkeypatch)
+    # The latter knows packed weights, and no calibrated cache.
+    loads = how == "load"
+    model = tilepress.load(path, device="cuda") if loads else AutoModelForCausalLM.from_pretrained(path).cuda().eval()
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    for prompts in (PROMPTS[3:4], [[7, *PROMPTS[0][:2]], [1, 2, 3]]):
+        ids = torch.tensor(prompts, device="cuda")
+        mask = torch.ones_like(ids)
+        mask[1:, 0] = 0
+        out = model.generate(ids, attention_mask=mask, **options)
+        assert out.shape == (len(prompts), len(prompts[0]) + 6)
+    if loads:
+        engine = Engine(model, places=2, max_len=128, chunk=32)
+        assert all(one.finish for one in engine.run([Request(tuple(prompt), 6) for prompt in PROMPTS]))
+        assert not [path for path in engine.paths() if "reference" in path]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 @pytest.mark.parametrize("bits", [16, 4, None], ids=["16", "4", "contiguous"])
 def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, monkeypatch):
-    """On kernels alone, with requests that come and go. Pages are read back for prefill by a reference: there is no kernel for that."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    source = checkpoint_of("llama", **shape)
+    """On kernels alone, with requests that come and go."""
+    source = checkpoint_of("llama", **CARD)
     if kind == "int8":
         quantize(source, tmp_path / "out")
     elif kind != "dense":
@@ -227,9 +264,7 @@ def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, mo
     from tilepress.formats.kv_calibration import uncalibrated
     from tilepress.runtime import kv_cache
 
-    for module, names in FALLBACKS.items():
-        for name in names:
-            monkeypatch.setattr(module, name, refuse)
+    refuse_all(monkeypatch)
     model = tilepress.load(source if kind == "dense" else tmp_path / "out", device="cuda")
     if bits is not None:
         kv_cache.install(model, uncalibrated(KVFormat(64, bits), 2, model.config.num_hidden_layers))

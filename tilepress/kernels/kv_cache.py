@@ -1,5 +1,5 @@
-"""Paged attention cache ops: quantize and append, read back; formats/kv_int4.py has rows and pages. Appending has a CUDA kernel, which gives the
-reference's bits; reading back is a reference.
+"""Appending to the paged attention cache: quantize rows and store them; formats/kv_int4.py has rows and pages, kv_read.py reads them back. The CUDA kernel
+gives the reference's bits.
 
 Appending is one opaque op: a compiler that sees its casts may drop them and change codes.
 """
@@ -14,9 +14,7 @@ from tilepress.formats.kv_int4 import (
     KVFormat,
     check_pages,
     dequantize_rows,
-    from_channels,
     quantize_rows,
-    read_pages,
     row_bytes,
     split_row,
     to_channels,
@@ -31,11 +29,6 @@ QUANTIZATION = (
     f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits"
 )
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
-library.define(
-    "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
-    "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
-    " -> (Tensor, Tensor)"
-)
 
 
 def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
@@ -201,40 +194,8 @@ def blocks(rows: int, threads: int = THREADS) -> int:
     return -(-rows // (threads // 32))
 
 
-def kv_read_ref(
-    pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    max_len: int,
-    key_channels: Tensor | None,
-    key_fixed: Tensor | None,
-    value_channels: Tensor | None,
-    value_fixed: Tensor | None,
-    head_dim: int,
-    bits: int,
-    group_size: int,
-    static: bool,
-    rotate: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, heads, max_len, D] of sequences of seq_lens int [batch] tokens in the pages block_table int [batch, most];
-    0 beyond a sequence's end."""
-    form = KVFormat(head_dim, bits, group_size, static)
-    shape = (len(seq_lens), pages.shape[1], max_len, head_dim)
-    keys, values = (pages.new_zeros(shape, dtype=out_dtype) for _ in range(2))
-    for i, length in enumerate(seq_lens.tolist()):
-        key, value = read_pages(pages, block_table[i], length, form)
-        keys[i, :, :length] = from_channels(values_of(key, form, key_fixed), key_channels, rotate).transpose(0, 1)
-        values[i, :, :length] = from_channels(values_of(value, form, value_fixed), value_channels, False).transpose(
-            0, 1
-        )
-    return keys, values
-
-
 library.impl("kv_append", kv_append_ref, "CPU")
 library.impl("kv_append", _append_cuda, "CUDA")
-for _key in ("CPU", "CUDA"):
-    library.impl("kv_read", kv_read_ref, _key)
 
 
 @torch.library.register_fake("tilepress::kv_append")
@@ -242,7 +203,7 @@ def _(pages, *_):
     return None
 
 
-@torch.library.register_fake("tilepress::kv_read")
-def _(pages, block_table, seq_lens, max_len, kc, kf, vc, vf, head_dim, bits, group_size, static, rotate, out_dtype):
-    shape = (seq_lens.shape[0], pages.shape[1], max_len, head_dim)
-    return pages.new_empty(shape, dtype=out_dtype), pages.new_empty(shape, dtype=out_dtype)
+def path(device: torch.device) -> str:
+    """Which implementation serves a device: what results report."""
+    why = jit.why_not(device)
+    return f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"

@@ -281,6 +281,8 @@ struct Place {  // of a row in the pages
     page += token / 32 * UNIT_BYTES;
     token %= 32;
   }
+  __device__ __forceinline__ Place(unsigned char* page, u32 token, bool is_value)  // of a token in its page
+      : page(page + token / 32 * UNIT_BYTES), token(token % 32), is_value(is_value), is_there(true) {}
   __device__ __forceinline__ int eight() const { return token / 8 * 8 * CODE_BYTES; }
   __device__ __forceinline__ unsigned char* key_byte(int i) const {
     constexpr int CHUNK = SMALLER(CODE_BYTES & -CODE_BYTES, 64);
@@ -293,14 +295,23 @@ struct Place {  // of a row in the pages
     if (BITS == 8) return codes + ((channel / 8 % 2 * (D / 16) + g) * 4 + pair) * 16 + channel % 8 * 2 + second;
     return codes + ((channel / 4 % 4 * (D / 16) + g) * 4 + pair) * 16 + channel % 4 * 4 + second * 2;
   }
-  __device__ __forceinline__ void store_scale(int g, u16 scale, u16 shift) const {
+  // A group's scale; the shift follows it, but in values of several groups another token's scale stands between.
+  __device__ __forceinline__ unsigned char* scale_byte(int g) const {
     unsigned char* scales = page + 64 * CODE_BYTES + is_value * 32 * SCALE_BYTES;
+    if (is_value && GROUPS > 1) return scales + (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
+    return scales + ((token % 8 * GROUPS + g) * 4 + token / 8) * 4;
+  }
+  __device__ __forceinline__ void store_scale(int g, u16 scale, u16 shift) const {
+    unsigned char* to = scale_byte(g);
     if (is_value && GROUPS > 1) {
-      scales += (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
-      put<2>(scales, scale); put<2>(scales + 4, shift);
+      put<2>(to, scale); put<2>(to + 4, shift);
     } else {
-      put<4>(scales + ((token % 8 * GROUPS + g) * 4 + token / 8) * 4, scale | (u32)shift << 16);
+      put<4>(to, scale | (u32)shift << 16);
     }
+  }
+  __device__ __forceinline__ u32 load_scale(int g) const {  // the shift is the upper half
+    const unsigned char* from = scale_byte(g);
+    return is_value && GROUPS > 1 ? *(const u16*)from | (u32)*(const u16*)(from + 4) << 16 : *(const u32*)from;
   }
 };
 
@@ -377,4 +388,16 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
     }
   }
   if (place.is_there) store_row(place, v, room);
+}
+
+// A lane's channels of a row of KIND, from element `at` on.
+__device__ __forceinline__ void store_numbers(void* out, long long at, const float (&v)[E]) {
+  constexpr int BYTES = KIND ? 2 : 4, TOGETHER = SMALLER(E & -E, 8 / BYTES);
+#pragma unroll
+  for (int j = 0; j < E; j += TOGETHER) {
+    u64 word = 0;
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) word |= (u64)(KIND == 0 ? __float_as_uint(v[j + i]) : KIND == 1 ? to_bfloat(v[j + i]) : to_half(v[j + i])) << 8 * BYTES * i;
+    put<TOGETHER * BYTES>((unsigned char*)out + (at + j) * BYTES, word);
+  }
 }

@@ -133,13 +133,5 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
       for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], calibration.scale[j]);
     if (rotate) hadamard(v, norm, room);
   }
-  const long long to = ((long long)token * HEADS + head) * D + FIRST;
-  constexpr int TOGETHER = KIND ? SMALLER(E & -E, 4) : 1;
-#pragma unroll
-  for (int j = 0; j < E; j += TOGETHER) {
-    u64 word = 0;
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) word |= KIND == 0 ? __float_as_uint(v[j]) : (u64)(KIND == 1 ? to_bfloat(v[j + i]) : to_half(v[j + i])) << 16 * i;
-    put<TOGETHER * (KIND ? 2 : 4)>((unsigned char*)out + (to + j) * (KIND ? 2 : 4), word);
-  }
+  store_numbers(out, ((long long)token * HEADS + head) * D + FIRST, v);
 }

@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
-from tilepress.kernels import decode_attention, jit, kv_cache, rope_append  # noqa: F401
+from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.runtime import fused_attention
 
 ops = torch.ops.tilepress
@@ -204,13 +204,15 @@ class PagedCache(Cache):
         pages = table.long().gather(1, positions.clamp(min=0) // PAGE_TOKENS)
         slots = torch.where(real, pages * PAGE_TOKENS + positions % PAGE_TOKENS, -1).reshape(-1)
         self._announced = {torch.device("cpu"): _Announced(positions, slots, table, after.int())}
-        self.announced(self.pool.pages[0].device)  # a copy waits for the card: before the layers, not in them
+        self.announced(self.pool.pages[0].device)
 
     def announced(self, device: torch.device) -> _Announced:
         """What `begin` found, copied to a device once for all its layers."""
         if device not in self._announced:
             found = self._announced[torch.device("cpu")]
-            self._announced[device] = _Announced(*(x.to(device) for x in found))
+            if device.type == "cuda":  # pinned, or else the host waits for the card here
+                found = (x.pin_memory() for x in found)
+            self._announced[device] = _Announced(*(x.to(device, non_blocking=True) for x in found))
         return self._announced[device]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -473,10 +475,9 @@ def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     layers, form = len(calibration.layers), calibration.form
     if mode == "cache":
-        fused, why = len(fused_attention.modules(model)), jit.why_not(device)
-        separate = f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
-        found = {rope_append.path(device): fused, separate: layers - fused}
-        found[decode_attention.path(device, form, model.dtype)] = layers
+        fused = len(fused_attention.modules(model))
+        found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused}
+        found |= {kv_read.path(device): layers, decode_attention.path(device, form, model.dtype): layers}
         return {name: count for name, count in found.items() if count}
     quantized = f"of keys and values through {form.name} and back " if mode == "sim" else ""
     return {f"torch attention {quantized}on {device.type}": layers}

@@ -1,6 +1,15 @@
-"""From a folder or hub id to a transformers model on a device."""
+"""From a folder or hub id to a transformers model on a device.
+
+Shards are memory-mapped. On a CPU a model's tensors are those pages as long as their dtype stays; on a card each tensor goes there as it is read, and is
+converted and checked there: no host memory is filled but for the tensors that are under way.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
@@ -54,7 +63,8 @@ def load(
         }
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        with _straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
+            model, info = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
     except OSError as error:
         raise TilepressError(
             f"{folder.name} does not load: {str(error).splitlines()[0]}",
@@ -69,7 +79,9 @@ def load(
                 f"{folder.name}: {len(names)} {what.replace('_', ' ')}, such as {names[0]}",
                 "the checkpoint does not fit its config.json",
             )
-    model = model.eval() if "device_map" in kwargs else model.eval().to(device)
+    model.eval()
+    if "device_map" not in kwargs:
+        model.to(device)
     for module in model.modules():
         if isinstance(module, Int8Linear):
             module.lay_out()
@@ -80,6 +92,30 @@ def load(
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
     return model
+
+
+_placing = threading.Lock()
+
+
+@contextmanager
+def _straight_to(device: torch.device) -> Iterator[dict]:
+    """Arguments with which from_pretrained puts tensors on a device one by one; none for a CPU. transformers wants accelerate for that, though one device
+    needs nothing of it, and would first reserve the model's size in one piece, which nothing gives back where layers are merged later."""
+    if device.type == "cpu":
+        yield {}
+        return
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    instead = {"check_and_set_device_map": lambda device_map: device_map, "caching_allocator_warmup": lambda *_: None}
+    with _placing:
+        before = {name: getattr(modeling_utils, name) for name in instead}
+        try:
+            for name, function in instead.items():
+                setattr(modeling_utils, name, function)
+            yield {"device_map": {"": device}}
+        finally:
+            for name, function in before.items():
+                setattr(modeling_utils, name, function)
 
 
 def is_int8(checkpoint: Checkpoint) -> bool:

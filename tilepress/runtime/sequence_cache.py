@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.kernels import decode_attention, jit, kv_cache, rope_append  # noqa: F401
+from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.runtime.kv_cache import PagePool
 
 ops = torch.ops.tilepress
@@ -108,10 +108,9 @@ class PagedSequences:
         return f"{self.calibration.form.name}, paged"
 
     def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
-        layers, why = len(self.pool.pages), jit.why_not(self.device)
-        append = f"kv_append {'kernel' if why is None else 'reference'} on {self.device.type}{why or ''}"
-        first = rope_append.path(self.device) if turns else append
-        return {first: layers, decode_attention.path(self.device, self.calibration.form, dtype): layers}
+        first = rope_append.path(self.device) if turns else kv_cache.path(self.device)
+        attention = decode_attention.path(self.device, self.calibration.form, dtype)
+        return dict.fromkeys((first, kv_read.path(self.device), attention), len(self.pool.pages))
 
 
 class ContiguousSequences:

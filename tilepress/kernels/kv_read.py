@@ -1,0 +1,166 @@
+"""Reading a paged attention cache back: keys and values of whole sequences as contiguous tensors, for passes of several positions, whose attention is
+torch's. formats/kv_int4.py has rows and pages.
+
+On cards from sm_80 on kv_read.cu does it in one launch, to the reference's bits where they are finite. Its grid follows from `max_len`, which the host
+knows; lengths and block tables are read on the card, so that a captured graph stays valid when they change. The rest runs by the reference.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilepress.formats.kv_int4 import KVFormat, check_pages, from_channels, read_pages
+from tilepress.kernels import jit, library
+from tilepress.kernels.kv_cache import KINDS, THREADS, address, blocks, row_macros, values_of
+
+library.define(
+    "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
+    "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
+    " -> (Tensor, Tensor)"
+)
+
+_TOKENS = 8  # of a warp
+
+
+class _Read(NamedTuple):
+    """The op's arguments."""
+
+    pages: Tensor  # uint8 [num_pages, heads, page_bytes]
+    block_table: Tensor  # int [sequences, most]
+    seq_lens: Tensor  # int [sequences]
+    max_len: int
+    key_channels: Tensor | None  # float32 [3, heads, D]: mean, scale and error weight
+    key_fixed: Tensor | None  # float16 [heads, groups, 2]: a static format's (scale, shift)
+    value_channels: Tensor | None
+    value_fixed: Tensor | None
+    head_dim: int
+    bits: int
+    group_size: int
+    static: bool
+    rotate: bool  # keys
+    out_dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of keys and of values."""
+        return self.seq_lens.shape[0], self.pages.shape[1], self.max_len, self.head_dim
+
+    @property
+    def calibration(self) -> tuple[Tensor | None, ...]:
+        """In the order in which kernels take it."""
+        return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
+
+    def check(self) -> KVFormat:
+        """The format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+        sequences, heads, max_len, dim = self.shape
+        form = KVFormat(dim, self.bits, self.group_size, self.static)
+        check_pages(self.pages, heads, form)
+        if self.block_table.dim() != 2 or len(self.block_table) != sequences or max_len < 0:
+            raise ValueError(
+                f"a block table {list(self.block_table.shape)} and {sequences} lengths, of at most {max_len} tokens"
+            )
+        sizes = (3, heads, dim), (3, heads, dim), (heads, form.groups, 2), (heads, form.groups, 2)
+        if any(t is not None and t.shape != size for t, size in zip(self.calibration, sizes, strict=True)):
+            raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
+        if form.static and form.bits < 16 and (self.key_fixed is None or self.value_fixed is None):
+            raise ValueError("a static format needs its scales")
+        given = self.block_table, self.seq_lens, *self.calibration
+        if any(t is not None and t.device != self.pages.device for t in given):
+            raise ValueError("the arguments are on several devices")
+        return form
+
+    @property
+    def suits_kernels(self) -> bool:
+        """Of arguments that are checked: whether they lie as kv_read.cu reads and writes them, on a card with kernels."""
+        wanted = torch.float32, torch.float32, torch.float16, torch.float16
+        return (
+            jit.why_not(self.pages.device) is None
+            and self.out_dtype in KINDS
+            and self.block_table.dtype == self.seq_lens.dtype == torch.int32
+            and self.pages.is_contiguous()
+            and all(
+                t is None or (t.dtype == dtype and t.is_contiguous())
+                for t, dtype in zip(self.calibration, wanted, strict=True)
+            )
+            and all(t is None or t.data_ptr() % 32 == 0 for t in (self.pages, self.key_channels, self.value_channels))
+        )
+
+
+def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
+    """Keys and values [sequences, heads, max_len, D] of the first seq_lens tokens in the pages that block_table lists; 0 beyond a sequence's end. The
+    arguments are those of `_Read`. Raises ValueError for what does not fit together, IndexError for lengths and tables beyond the pages."""
+    read = _Read(*arguments)
+    form = read.check()
+    keys, values = (read.pages.new_zeros(read.shape, dtype=read.out_dtype) for _ in range(2))
+    for i, length in enumerate(read.seq_lens.tolist()):
+        if length > read.max_len:
+            raise IndexError(f"{length} tokens, more than the {read.max_len} that are read")
+        key, value = read_pages(read.pages, read.block_table[i], length, form)
+        for out, rows, fixed, channels, rotate in (
+            (keys, key, read.key_fixed, read.key_channels, read.rotate),
+            (values, value, read.value_fixed, read.value_channels, False),
+        ):
+            out[i, :, :length] = from_channels(values_of(rows, form, fixed), channels, rotate).transpose(0, 1)
+    return keys, values
+
+
+def source(form: KVFormat, dtype: torch.dtype) -> str:
+    """Of a kernel that gives keys and values in a dtype."""
+    return jit.source("kv_read.cu", **row_macros(form, dtype))
+
+
+@functools.cache
+def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("kv_read", source(form, dtype), THREADS, overlaps=True)
+
+
+def _kv_read_cuda(*arguments) -> tuple[Tensor, Tensor]:
+    """The reference's, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table or `max_len` is
+    cut, a number that is no page is the last page's."""
+    read = _Read(*arguments)
+    form = read.check()
+    if not read.suits_kernels:
+        return kv_read_ref(*arguments)
+    (sequences, heads, max_len, _), pages, table = read.shape, read.pages, read.block_table
+    table = table if table.stride(1) == 1 else table.contiguous()
+    seq_lens = read.seq_lens.contiguous()
+    keys, values = (torch.empty(read.shape, dtype=read.out_dtype, device=pages.device) for _ in range(2))
+    if keys.numel() == 0:
+        return keys, values
+    _kernel(form, read.out_dtype)(
+        pages.device,
+        blocks(2 * sequences * heads * -(-max_len // _TOKENS)),
+        pages.data_ptr(),
+        table.data_ptr(),
+        seq_lens.data_ptr(),
+        *map(address, read.calibration),
+        keys.data_ptr(),
+        values.data_ptr(),
+        jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
+        int(read.rotate),
+        sequences,
+        heads,
+        max_len,
+        table.stride(0),
+        table.shape[1] if len(pages) else 0,
+        len(pages),
+    )
+    return keys, values
+
+
+library.impl("kv_read", kv_read_ref, "CPU")
+library.impl("kv_read", _kv_read_cuda, "CUDA")
+
+
+@torch.library.register_fake("tilepress::kv_read")
+def _(*arguments):
+    read = _Read(*arguments)
+    return tuple(read.pages.new_empty(read.shape, dtype=read.out_dtype) for _ in range(2))
+
+
+def path(device: torch.device) -> str:
+    """Which implementation serves a device: what results report."""
+    why = jit.why_not(device)
+    return f"kv_read {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
