@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import demo
-from tilepress.compress import calibrate as calibrating, shards
+from tilepress.compress import calibrate as calibrating, shards, walk
 from tilepress.compress.calibration import Text
 from tilepress.compress.finish import finish
 from tilepress.compress.observe import Observer
@@ -254,7 +254,7 @@ def test_another_kind_of_device_does_not_take_over(checkpoint_of, tmp_path, monk
         patch.setattr(calibrating, "_calibrate_layer", one_layer)
         run_recipe(recipe, source, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(calibrating, "_compute_dtype", lambda dtype, device: torch.float64)
+        patch.setattr(walk, "compute_dtype", lambda dtype, device: torch.float64)
         run_recipe(recipe, source, tmp_path / "out", resume=True)
         run_recipe(recipe, source, tmp_path / "whole")
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")

@@ -190,6 +190,7 @@ def test_one_append_a_layer_and_pass():
     assert paths(model) == {
         "torch linear on cpu": 15,
         "rope_append reference on cpu": 2,
+        "kv_read reference on cpu": 2,
         "decode_attention reference (int4 dynamic, row-wise) on cpu": 2,
     }
 

@@ -279,7 +279,7 @@ class _Block:
 
 def _run(pair: Pair, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
     with pair.autocast:
-        return pair.student.run(layer, hidden, grad)
+        return pair.student.run(layer, hidden, grad=grad)
 
 
 def _train_block(
