@@ -28,13 +28,11 @@ def ask(
     path: str, group, prompts: list[list[int]], count: int, dtype=torch.float32, own=True, device="cpu", **options
 ) -> Answer:
     """Of the model there: this rank's part, or for no group the whole on a device; `options` go to `generate`."""
+    import tilepress
     from tilepress.eval.speed import stored_bytes
-    from tilepress.runtime import sharding
     from tilepress.runtime.generation import Engine, generate
-    from tilepress.runtime.loader import load
 
-    whole = group is None
-    model = load(path, device, dtype) if whole else sharding.load(path, group, dtype=dtype)
+    model = tilepress.load(path, device, dtype, group=group)
     held = stored_bytes(model)
     layers = stored_bytes(getattr(model.model, "decoder", model.model).layers)
     prompt = torch.tensor(prompts[0], device=model.device)

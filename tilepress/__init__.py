@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 
 def load(path, device="cpu", dtype="auto", **kwargs):
-    """Loads an artifact or a dense checkpoint as a transformers model; see `tilepress.runtime.loader.load`."""
+    """Loads an artifact or a dense checkpoint as a transformers model, or with `group` a rank's part of it; see `tilepress.runtime.loader.load`."""
     from tilepress.runtime.loader import load as load_model
 
     return load_model(path, device=device, dtype=dtype, **kwargs)

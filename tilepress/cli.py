@@ -515,7 +515,7 @@ def speed(
     torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
     from tilepress.eval.speed import Protocol, Subject, speed as measure
-    from tilepress.runtime import loader, sharding
+    from tilepress.runtime import loader
     from tilepress.runtime.parallel import TensorParallel
 
     screen.quiet_libraries()
@@ -524,9 +524,7 @@ def speed(
     group = TensorParallel.start(device)
 
     def load(path: str, kv: bool):
-        if group is not None:
-            return sharding.load(path, group, kind, kv=kv)
-        return loader.load(path, device, kind, trust_remote_code, kv=kv)
+        return loader.load(path, device, kind, trust_remote_code, kv=kv, group=group)
 
     subject = Subject(model, lambda: load(path, True))
     other = None if base is None else Subject(base, lambda: load(base, False))

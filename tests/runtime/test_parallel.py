@@ -13,7 +13,6 @@ from ranks import Answer, Ranks, ask
 from tilepress.compress.kv import KVRecipe
 from tilepress.eval import speed
 from tilepress.formats.checkpoint import Checkpoint
-from tilepress.runtime import sharding
 from tilepress.runtime.generation import Engine, Request
 from tilepress.runtime.loader import load
 from tilepress.runtime.parallel import parts
@@ -114,7 +113,7 @@ def test_int8_artifacts(two, family, activations, checkpoint_of, tmp_path):
 
 def outer_products(path: str, group, rows: int = 5) -> torch.Tensor:
     """What the first layer's down projection makes of random inputs, of which a token has a part that is all zeros and one with an outlier."""
-    model = load(path, dtype=torch.float32) if group is None else sharding.load(path, group, dtype=torch.float32)
+    model = load(path, dtype=torch.float32, group=group)
     linear = model.model.layers[0].mlp.down_proj
     x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(1))
     x[0, :256], x[1, 300], x[2, 7], x[3] = 0, 40, -90, 0
@@ -182,7 +181,7 @@ def test_in_bfloat16(two, checkpoint_of):
 
 def sampled(path: str, group) -> list[list[int]]:
     """Requests of different lengths and seeds, one that comes later, one that stops."""
-    model = load(path, dtype=torch.float32) if group is None else sharding.load(path, group, dtype=torch.float32)
+    model = load(path, dtype=torch.float32, group=group)
     engine = Engine(model, places=2, max_len=64, chunk=4)
     hot = [Sampling(0.9, top_k=50, top_p=0.9, seed=seed) for seed in range(4)]
     done = [engine.submit(Request(tuple(p), 9, sampling=how)) for p, how in zip(PROMPTS[:3], hot, strict=False)]
@@ -202,7 +201,7 @@ def test_sampled_tokens(two, checkpoint_of):
 
 def theirs(path: str, group) -> list[int]:
     """By transformers' own generate."""
-    model = load(path, dtype=torch.float32) if group is None else sharding.load(path, group, dtype=torch.float32)
+    model = load(path, dtype=torch.float32, group=group)
     ids = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     return model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
 
@@ -217,12 +216,18 @@ def test_generate_of_transformers(two, kv, checkpoint_of, tmp_path):
     assert two(theirs, str(source)) == [one, one]
 
 
+def eager(path: str, group) -> None:
+    load(path, group=group, attn_implementation="eager")
+
+
 def test_what_is_refused(two, checkpoint_of, tmp_path):
     odd = checkpoint_of("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     for kind, message in two(ask, str(odd), PROMPTS, 2):
         assert kind == "UsageError" and "3 heads with 3 KV heads" in message
     for kind, message in two(ask, str(checkpoint_of("gpt2")), PROMPTS, 2):
         assert kind == "UsageError" and "GPT2LMHeadModel" in message
+    for kind, message in two(eager, str(odd)):
+        assert kind == "UsageError" and "attn_implementation" in message
 
 
 @pytest.mark.parametrize("packed", [False, True])

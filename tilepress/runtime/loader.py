@@ -13,10 +13,11 @@ from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
-from tilepress.runtime import kv_cache
+from tilepress.runtime import kv_cache, sharding
 from tilepress.runtime.int8 import Int8Linear
 from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.modules import SparseLinear
+from tilepress.runtime.parallel import TensorParallel
 from tilepress.runtime.plugin import METHOD, register
 
 
@@ -27,6 +28,7 @@ def load(
     trust_remote_code: bool = False,
     revision: str | None = None,
     kv: bool = True,
+    group: TensorParallel | None = None,
     **kwargs,
 ):
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
@@ -35,11 +37,18 @@ def load(
     (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
     ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
-    `device_map` needs accelerate).
+    `device_map` needs accelerate). Of ranks that share the model each gives their `group` and gets its part, on the group's device
+    (runtime/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if group is not None:
+        if kwargs:
+            raise UsageError(
+                f"ranks that share a model take no {', '.join(kwargs)}", "leave it out, or use one process"
+            )
+        return sharding.load(path, group, dtype, revision, kv)
     register()
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
