@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from commands import Commands
+from ranks import Ranks
 from stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,6 +75,23 @@ def command(tmp_path_factory):
     started = Commands(tmp_path_factory.mktemp("commands"))
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two ranks on a CPU."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_cards():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    ranks = Ranks(2, "cuda")
+    yield ranks
+    ranks.close()
 
 
 def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import traceback
 from dataclasses import dataclass
 
@@ -64,6 +66,13 @@ def _serve(rank: int, size: int, port: int, device: str, pipe) -> None:
         except Exception:
             pipe.send(traceback.format_exc())
     group.close()
+
+
+def torchrun(*words, size: int = 2) -> subprocess.CompletedProcess:
+    """Runs a command as that many ranks on a CPU; its output is theirs together."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, "-m", "tilepress"]
+    command = [str(word) for word in [*start, *words, "--device", "cpu"]]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 class Ranks:

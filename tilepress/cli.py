@@ -759,6 +759,9 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    base: Annotated[
+        str, typer.Option(metavar="RECIPE|none", help="--shape: the recipe that speed-ups are over, timed first.")
+    ] = "dense",
     batch: Annotated[
         str, typer.Option(metavar="LIST", help="--shape: sequences at a time; fit: as many as the card holds.")
     ] = "1,16",
@@ -776,12 +779,14 @@ def demo(
     """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute.
 
     With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
-    `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run.
+    `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run. Several cards share each
+    model under torchrun: torchrun --nproc-per-node 2 -m tilepress demo --shape …
     """
     if shape is not None:
         _time_shape(
             shape,
             recipe,
+            None if base == "none" else base,
             _batches(batch),
             parse_list(context, "context"),
             {"new_tokens": new_tokens, "runs": runs, "chunk": chunk, "seed": seed},
@@ -791,8 +796,9 @@ def demo(
             quiet,
         )
         return
-    if recipe is not None or json_:
-        raise UsageError(f"{'--recipe' if recipe else '--json'} is for random models", "add --shape NAME")
+    if recipe is not None or base != "dense" or json_:
+        flag = "--recipe" if recipe else "--json" if json_ else "--base"
+        raise UsageError(f"{flag} is for random models", "add --shape NAME")
     import tempfile
     from contextlib import nullcontext
 
@@ -814,6 +820,7 @@ def demo(
 def _time_shape(
     shape: str,
     recipe: str | None,
+    base: str | None,
     batches: list[int | str],
     contexts: list[int],
     settings: dict,
@@ -823,13 +830,21 @@ def _time_shape(
     quiet: bool,
 ) -> None:
     from tilepress.demo import shapes
+    from tilepress.runtime.parallel import TensorParallel
 
     screen.quiet_libraries()
     plans = shapes.protocols(batches, contexts, **settings)
-    _check_writable(output)
     recipes = (shapes.RECIPES if recipe is None else recipe).split(",")
-    found = shapes.run(shape, recipes, plans, device, (lambda at: None) if quiet else say)
-    _show(found, output, screen.shape_text, json_)
+    group = TensorParallel.start(device)
+    is_first = group is None or group.rank == 0
+    if is_first:
+        _check_writable(output)
+    told = say if is_first and not quiet else lambda at: None
+    found = shapes.run(shape, recipes, plans, device if group is None else group.device, told, base, group)
+    if group is not None:
+        group.close()
+    if is_first:
+        _show(found, output, screen.shape_text, json_)
 
 
 def _batches(batch: str) -> list[int | str]:

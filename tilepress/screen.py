@@ -337,7 +337,7 @@ def speed_text(found: dict) -> str:
     """A row a model and batch, then what ran and where a step's time went."""
     protocol, env = found["protocol"], found["env"]
     where = env["card"] or f"{env['threads']} threads of a CPU"
-    gpus = max((row["gpus"] for row in found["rows"] if row["fits"]), default=1)
+    gpus = max(row["gpus"] for row in found["rows"])
     where = where if gpus == 1 else f"{gpus} x {where} (memory of one)"
     title = f"{where}, torch {env['torch']}: context {protocol['context']}, {protocol['new_tokens']} steps, {protocol['runs']} runs (± half of their spread)"
     head = ["model", "batch", "weights GiB", "KV GiB", "peak GiB", "first token ms", "per token ms"]

@@ -5,14 +5,17 @@ import weakref
 
 import pytest
 import torch
+from ranks import torchrun
 from torch import nn
 
 from tilepress.demo import shapes
 from tilepress.demo.shapes import DENSE, SHAPES, Artifact, config_of, protocols, random_model
-from tilepress.eval.speed import Protocol, Subject, compare
+from tilepress.eval.speed import Protocol, Subject, compare, stored_bytes
 from tilepress.formats import UsageError, int8, sparse
+from tilepress.runtime.generation import generate
 from tilepress.runtime.int8 import Int8Linear
 from tilepress.runtime.modules import SparseLinear
+from tilepress.runtime.parallel import RowParallel, Trimmed, VocabularyParallel
 
 
 def opt_parameters(hidden: int, layers: int) -> int:
@@ -163,6 +166,109 @@ def test_a_base_that_does_not_fit_leaves_the_others():
     assert not any("speedup" in row for row in rows)
 
 
+def test_without_a_base(monkeypatch, cli):
+    result = shapes.run("llama-tiny", ["w8a16"], protocols([1], [4], **FAST), "cpu", base=None)
+    assert [(row["artifact"], row["is_base"], "speedup" in row) for row in result["rows"]] == [("w8a16", False, False)]
+    other = shapes.run("llama-tiny", ["w8a16"], protocols([1], [4], **FAST), "cpu", base="w8a16+kv8")
+    assert [row["artifact"] for row in other["rows"]] == ["w8a16+kv8", "w8a16"] and "speedup" in other["rows"][1]
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(shapes, "random_model", too_large)
+    words = ["demo", "--shape", "llama-tiny", "--base", "none", "--recipe", "w8a8", "--device", "cpu"]
+    told = cli(*words)
+    assert told.code == 0 and told.out.count("does not fit") == 2 and "dense" not in told.out
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """What a layer, or a rank's part of it, multiplies by."""
+    if isinstance(module, Trimmed):
+        covered = weight_of(module.linears[0])
+        return covered[slice(*module.rows), module.beside[0] : covered.shape[1] - module.beside[1]]
+    if isinstance(module, RowParallel | VocabularyParallel):
+        return weight_of(module.linears[0])
+    if isinstance(module, SparseLinear):
+        return sparse.module_of(module.packed).unpack(module.packed)
+    if isinstance(module, Int8Linear):
+        return int8.dequantize(module.weight, module.weight_scale)
+    return module.weight
+
+
+def beside_one(shape: str, group, recipe: str, device: str = "cpu") -> tuple[list[str], float, list[list[int]], float]:
+    """A rank's part of a model beside the same in one process: layers with other weights, largest error of logits by both passes, tokens, share of bytes."""
+    config, artifact = config_of(shape), Artifact.parse(recipe)
+    one = random_model(config, artifact, device)[0]
+    ours = random_model(config, artifact, group.device, group=group)[0]
+    assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers()))
+    columns, wrong, compared = ("o_proj", "down_proj", "out_proj", "fc2"), [], 0
+    modules = dict(one.named_modules())
+    for name, module in ours.named_modules():
+        whole = modules.get(name)
+        if type(whole) is nn.Linear or isinstance(whole, SparseLinear | Int8Linear):
+            expected = weight_of(whole).chunk(2, 1 if name.endswith(columns) else 0)[group.rank]
+            compared += 1
+            if not torch.equal(weight_of(module), expected):
+                wrong.append(name)
+    assert compared >= 5  # INT8's merged layers have other names
+    share = stored_bytes(ours) / stored_bytes(one)
+    prompt = torch.arange(3, 40, device=group.device)[None]
+    with torch.inference_mode():
+        logits, expected = (model(prompt, use_cache=False).logits.float() for model in (ours, one))
+    error = float((logits - expected).abs().max() / expected.abs().max())
+    return wrong, error, generate(ours, [[5, 9, 2], [7] * 30], 6, stop=[]), share
+
+
+RECIPES = ["dense", "tiled-csl-80", "tiled-bitmap-50+kv4", "w8a16", "w8a8+kv8"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", ["llama-tiny", "opt-tiny"])
+def test_ranks_have_their_parts_of_the_same_model(two, shape, recipe):
+    answers = two(beside_one, shape, recipe)
+    for wrong, error, tokens, share in answers:
+        assert wrong == [] and error < (0.1 if "kv4" in recipe else 0.05) and share < 0.95
+        assert tokens == answers[0][2] and [len(each) for each in tokens] == [6, 6]
+
+
+def with_little_memory(recipe: str, group, shape: str, lacking: int) -> list[tuple]:
+    """Rows where a rank has no memory for one recipe's model."""
+    make = shapes.random_model
+
+    def random_model(config, artifact, *rest):
+        made = make(config, artifact, *rest)
+        if artifact.name == recipe and group.rank == lacking:
+            raise torch.OutOfMemoryError
+        return made
+
+    shapes.random_model = random_model
+    try:
+        found = shapes.run(shape, ["w8a8+kv4"], protocols([1, 2], [5], **FAST), group.device, group=group)
+    finally:
+        shapes.random_model = make
+    return [(row["artifact"], row["fits"], row["gpus"], "speedup" in row) for row in found["rows"]]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_what_one_rank_cannot_hold_is_left_out_by_all(two, lacking):
+    packed = ("w8a8+kv4", True, 2, False)
+    assert (
+        two(with_little_memory, "dense", "llama-tiny", lacking) == [[("dense", False, 2, False)] * 2 + [packed] * 2] * 2
+    )
+
+
+def test_the_command_with_ranks(tmp_path):
+    words = ["demo", "--shape", "llama-tiny", "--recipe", "w8a8+kv4", "--context", 5, "--batch", 2]
+    ran = torchrun(*words, "--new-tokens", 2, "--runs", 1, "-o", tmp_path / "found.json")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("context 5") == 1
+    dense, packed = json.loads((tmp_path / "found.json").read_text())["rows"]
+    for row in (dense, packed):
+        assert row["gpus"] == 2 and row["tokens_per_gpu_s"] == pytest.approx(row["tokens_per_s"] / 2)
+        assert row["paths"]["sums over 2 ranks, gloo"] == 4
+    assert packed["speedup"] == pytest.approx(packed["tokens_per_gpu_s"] / dense["tokens_per_gpu_s"])
+
+
 def test_the_command(cli, tmp_path):
     words = ["demo", "--shape", "llama-tiny", "--recipe", "tiled-csl-80+kv4", "--device", "cpu", "--context", "5,4"]
     words += ["--batch", "2,1", "--new-tokens", 2, "--runs", 1]
@@ -179,6 +285,31 @@ def test_the_command(cli, tmp_path):
     ):
         refused = cli(*wrong, "--device", "cpu")
         assert refused.code == 2 and said in refused.err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", ["llama-tiny", "opt-tiny"])
+def test_two_cards_have_their_parts_of_the_same_model(two_cards, shape, recipe):
+    answers = two_cards(beside_one, shape, recipe, "cuda")
+    for wrong, error, tokens, share in answers:
+        assert wrong == [] and error < (0.1 if "kv4" in recipe else 0.05) and share < 0.95
+        assert tokens == answers[0][2]
+
+
+def timed(shape: str, group, recipes: list[str]) -> list[dict]:
+    return shapes.run(shape, recipes, protocols([4], [200], new_tokens=8, runs=2, chunk=64), group.device, group=group)[
+        "rows"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["llama-tiny", "opt-tiny"])
+def test_on_two_cards_only_kernels_run(two_cards, shape):
+    for rows in two_cards(timed, shape, ["tiled-bitmap-50+kv4", "w8a8+kv4"]):
+        assert len(rows) == 3
+        for row in rows:
+            assert row["fits"] and row["gpus"] == 2 and not any(" reference" in path for path in row["paths"])
 
 
 @pytest.mark.gpu

@@ -1,13 +1,11 @@
 """Decode speed: what a result holds and how its figures hang together, on a CPU; on a card that kernels alone are timed."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import prune
+from ranks import torchrun
 
 import tilepress
 from tilepress.eval.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
@@ -98,10 +96,7 @@ def test_two_ranks(pair, tmp_path):
         "--runs",
         2,
     ]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "tilepress"]
-    end = ["--json", "-q", "--device", "cpu", "-o", tmp_path / "speed.json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(list(map(str, start + words + end)), capture_output=True, text=True, env=environment)
+    ran = torchrun(*words, "--json", "-q", "-o", tmp_path / "speed.json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found == json.loads((tmp_path / "speed.json").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import few_words, prune, quantize, run_recipe
-from ranks import Answer, Ranks, ask
+from ranks import Answer, ask
 
 from tilepress.compress.kv import KVRecipe
 from tilepress.eval import speed
@@ -21,13 +21,6 @@ from tilepress.runtime.sampling import Sampling
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 50))]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}  # tiles of 128 for each of two ranks
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt"]
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def same(ours: list[Answer], one: Answer, tolerance: float = 1e-4, steps: int | None = None) -> None:
@@ -283,15 +276,6 @@ BIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }  # heads of 128
-
-
-@pytest.fixture(scope="module")
-def two_cards():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two cards")
-    ranks = Ranks(2, "cuda")
-    yield ranks
-    ranks.close()
 
 
 def make(kind: str, source: Path, output: Path) -> None:

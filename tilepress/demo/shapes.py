@@ -5,6 +5,9 @@
 Nothing is read or written, and beside what is already made there is one weight: a model whose dense weights do not fit is made compressed. A weight
 is drawn from a seed of its own, so that every artifact of a shape compresses the same numbers. Speed follows from shapes, sparsity and layout; a random
 model says nothing of perplexity.
+
+Ranks that share a model (runtime/parallel.py) each draw and compress every weight whole, and keep their part of it: the model is that of one card, and
+nothing is sent while it is made.
 """
 
 import re
@@ -26,6 +29,8 @@ from tilepress.runtime import kv_cache
 from tilepress.runtime.int8 import Int8Linear
 from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.modules import sparse_linear
+from tilepress.runtime.parallel import TensorParallel
+from tilepress.runtime.partition import Partition, Whole
 
 DTYPE = torch.bfloat16
 DENSE = "dense"
@@ -106,8 +111,11 @@ def config_of(shape: str, positions: int = 0):
     return AutoConfig.for_model(**settings | {"max_position_embeddings": longest, "dtype": DTYPE})
 
 
-def random_model(config, artifact: Artifact, device: torch.device | str, seed: int = 0) -> tuple[nn.Module, Stages]:
-    """A bfloat16 model of a config with random weights on `device`, compressed there, ready for the decode loop; and what took how long.
+def random_model(
+    config, artifact: Artifact, device: torch.device | str, seed: int = 0, group: TensorParallel | None = None
+) -> tuple[nn.Module, Stages]:
+    """A bfloat16 model of a config with random weights on `device`, or a rank's part of it, compressed there, ready for the decode loop; and what took how
+    long. Ranks do not wait for one another.
 
     Matrices are normal with a deviation of 0.02, less by sqrt(2 layers) where outputs add up, norms 1, biases 0: activations stay finite at any depth.
     """
@@ -116,6 +124,7 @@ def random_model(config, artifact: Artifact, device: torch.device | str, seed: i
     stages = Stages(device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    own = None if group is None else Partition.of(model, group, config.model_type)
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         residual = path.rpartition(".")[2] in _RESIDUAL
@@ -125,20 +134,28 @@ def random_model(config, artifact: Artifact, device: torch.device | str, seed: i
                 drawn = _drawn(parameter.shape, f"{path}.{name}", deviation, stages.device, seed)
             setattr(module, name, nn.Parameter(drawn, requires_grad=False))
             del drawn
-        if type(module) is nn.Linear and module is not head and artifact.layout != DENSE:
-            model.set_submodule(path, _compressed(path, module, artifact, stages))
-            module.weight = None  # the next one is drawn into its memory
+        if type(module) is nn.Linear:
+            made = module if module is head or artifact.layout == DENSE else _compressed(path, module, artifact, stages)
+            if own is not None:
+                with stages.of("cut"):
+                    made = own.cut(path, Whole.of(path, made), DTYPE)
+            if made is not module:
+                model.set_submodule(path, made)
+                module.weight = None  # the next one is drawn into its memory
         elif any(
             buffer.is_meta for buffer in module.buffers(recurse=False)
         ):  # angles of RoPE, which follow from the config
             model.set_submodule(path, type(module)(config).to(stages.device))
-    model.tie_weights()
-    fuse(model)
+    if own is None:
+        model.tie_weights()
+        fuse(model)
+    else:
+        own.finish(model)
     if artifact.kv_bits is not None:
         heads = config.num_attention_heads
         kv_heads, head_dim = getattr(config, "num_key_value_heads", heads), config.hidden_size // heads
         calibration = uncalibrated(KVFormat(head_dim, artifact.kv_bits), kv_heads, config.num_hidden_layers)
-        kv_cache.install(model, calibration)
+        kv_cache.install(model, calibration if own is None else own.of_cache(calibration))
     return model, stages
 
 
@@ -187,26 +204,29 @@ def run(
     shape: str,
     recipes: list[str],
     plans: list[Protocol],
-    device: str,
+    device: str | torch.device,
     progress: Callable[[str], None] = lambda at: None,
+    base: str | None = DENSE,
+    group: TensorParallel | None = None,
 ) -> dict:
-    """Times a shape dense and with each recipe: the object that `demo --shape --json` prints.
+    """Times a shape with a base recipe, if any, and with each other one: the object that `demo --shape --json` prints.
 
-    `rows` are those of `eval speed`, with `model` the shape and `artifact` the recipe; `builds` say of each artifact how long it took to make.
-    Raises UsageError for an unknown shape or recipe.
+    `rows` are those of `eval speed`, with `model` the shape and `artifact` the recipe; `builds` say of each artifact how long it took to make. The ranks of a
+    `group` share every model. Raises UsageError for an unknown shape or recipe, or heads that cannot be shared.
     """
-    artifacts = {name: Artifact.parse(name) for name in dict.fromkeys([DENSE, *recipes])}
+    artifacts = {name: Artifact.parse(name) for name in dict.fromkeys([*([] if base is None else [base]), *recipes])}
     config, builds = config_of(shape, max(plan.most for plan in plans)), []
 
     def load(artifact: Artifact) -> nn.Module:
         started = time.perf_counter()
-        model, stages = random_model(config, artifact, device, plans[0].seed)
+        model, stages = random_model(config, artifact, device, plans[0].seed, group)
         stages = {f"{name}_s": seconds for name, seconds in stages.seconds.items()}
         builds.append({"artifact": artifact.name, "seconds": time.perf_counter() - started} | stages)
         return model
 
-    base, *others = (Subject(name, lambda made=artifact: load(made)) for name, artifact in artifacts.items())
-    found = compare(others, base, plans, progress)
+    subjects = [Subject(name, lambda made=artifact: load(made)) for name, artifact in artifacts.items()]
+    compared, others = (None, subjects) if base is None else (subjects[0], subjects[1:])
+    found = compare(others, compared, plans, progress, group)
     found["rows"] = [{"model": shape, "artifact": row["model"]} | row | {"model": shape} for row in found["rows"]]
     cases = [{"batches": list(plan.batches), "context": plan.context} for plan in plans]
     same = {k: v for k, v in asdict(plans[0]).items() if k not in ("batches", "context")}

@@ -31,6 +31,7 @@ FILLED = "one prompt prefilled, its keys and values copied to the other sequence
 _SPARE_STEPS = 6  # beside the timed ones: nothing ends before they are over, or those that are profiled
 _PROFILED_STEPS = 3
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
+_ROOM = 2 * GIB  # that ranks must have left for a step: in the middle of one they cannot agree that it does not fit
 _MOST_FIT = 1024
 _Made = TypeVar("_Made")
 
@@ -103,7 +104,8 @@ def compare(
         except torch.OutOfMemoryError:
             loaded = None
         if loaded is None:  # told here: while an error is handled, it holds what there was of the model
-            rows += [_too_large(subject, base, batch, protocol) for protocol in protocols for batch in protocol.batches]
+            cases = [(batch, protocol) for protocol in protocols for batch in protocol.batches]
+            rows += [_too_large(subject, base, *case, group) for case in cases]
             progress("  does not fit")
             _let_go()
             continue
@@ -123,12 +125,15 @@ def compare(
         other = next((r for r in case if r["is_base"] and r["fits"]), None)
         if other is not None and row["fits"] and not row["is_base"]:
             row |= _speedup(row, other)
+    if facts is None:  # nothing fits
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu") if group is None else group.device
+        facts = _environment(here)
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
-def _too_large(subject: Subject, base: Subject | None, batch: int | str, protocol: Protocol) -> dict:
+def _too_large(subject: Subject, base: Subject | None, batch: int | str, protocol: Protocol, group) -> dict:
     facts = {"model": subject.name, "is_base": subject is base, "asked": batch, "context": protocol.context}
-    return facts | {"batch": None if batch == "fit" else batch, "fits": False}
+    return facts | {"batch": None if batch == "fit" else batch, "fits": False, "gpus": _gpus(group)}
 
 
 def _let_go() -> None:
@@ -151,6 +156,8 @@ def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
         if group is None:
             raise
         made = None
+    if made is None:
+        _let_go()  # collectives need memory too
     if group is not None and not group.least(made is not None):
         raise _DoesNotFit
     return made
@@ -172,7 +179,7 @@ def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | Non
             tried[cache] = None
         _let_go()
     if not found:
-        return _too_large(subject, base, asked, protocol)
+        return _too_large(subject, base, asked, protocol, _group(model))
     facts = {"model": subject.name, "is_base": subject is base, "asked": asked, "context": protocol.context}
     return facts | {"fits": True} | min(found, key=lambda row: row["tpot_ms"] / row["batch"]) | {"caches_tried": tried}
 
@@ -208,8 +215,15 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     group = _group(model)
-    gpus = 1 if group is None else group.size
-    engine = _agreed(group, lambda: Engine(model, batch, protocol.most, cache, chunk=protocol.chunk))
+    gpus = _gpus(group)
+
+    def make() -> Engine:
+        engine = Engine(model, batch, protocol.most, cache, chunk=protocol.chunk)
+        if group is not None and device.type == "cuda":
+            torch.empty(_ROOM, dtype=torch.uint8, device=device)  # freed at once
+        return engine
+
+    engine = _agreed(group, make)
     paths = engine.paths()
     _refuse_references(device, paths)
     vocabulary = model.config.get_text_config().vocab_size
@@ -283,6 +297,10 @@ def _run(engine: Engine, request: Request, batch: int, steps: int) -> tuple[floa
 
 def _group(model: nn.Module) -> TensorParallel | None:
     return getattr(model, "tensor_parallel", None)
+
+
+def _gpus(group: TensorParallel | None) -> int:
+    return 1 if group is None else group.size
 
 
 def _together(engine: Engine) -> None:
