@@ -446,7 +446,10 @@ def perplexity(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors."""
+    """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors.
+
+    Several cards share each model under torchrun: torchrun --nproc-per-node 2 -m tilepress eval perplexity …
+    """
     allowed = parse_share(max_increase) if max_increase is not None else None
     if allowed is not None and base is None:
         raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
@@ -460,18 +463,27 @@ def perplexity(
     )
     from tilepress.compress.calibration import load_tokenizer
     from tilepress.eval.perplexity import perplexity as measure
+    from tilepress.runtime.parallel import TensorParallel
 
+    device = parse_device(device)
+    group = TensorParallel.start(device)
+    is_first = group is None or group.rank == 0
     options = {
-        "device": parse_device(device),
+        "device": device,
         "dtype": parse_dtype(dtype) or "auto",
         "trust_remote_code": trust_remote_code,
+        "group": group,
     }
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
     other = load(base, kv=False, **options) if base else None
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
-    with Bar("perplexity", 1, quiet) as bar:
+    with Bar("perplexity", 1, quiet or not is_first) as bar:
         result = measure(subject, tokenizer, protocol, other, bar.at, kv)
+    if group is not None:
+        group.close()
+    if not is_first:
+        return
     mode = "cache" if result["protocol"]["kv"] == "decode" else result["protocol"]["kv"]
     result = {"model": model, **result, "paths": paths(subject, mode), "seconds": round(time.monotonic() - started, 2)}
     if other is not None:

@@ -270,6 +270,8 @@ def perplexity_text(result: dict) -> str:
     if protocol["recipe"] == "strided":
         title += f", stride {protocol['stride']}"
     title += f", {result['tokens']:,} scored, {protocol['dtype']} on {protocol['device']}"
+    if protocol["ranks"] > 1:
+        title += f", {protocol['ranks']} ranks"
     if protocol["limit"]:
         title += f" (quick: at most {protocol['limit']} windows)"
 

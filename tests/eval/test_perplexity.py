@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import few_words, prune, quantize, run_recipe
 from fallbacks import refuse_all
+from ranks import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
@@ -130,6 +131,34 @@ def test_packed_equals_the_masked_dense_model_and_costs_little(tiny, artifact, t
             seconds[name].append(time.perf_counter() - started)
     assert results["packed"]["perplexity"] == pytest.approx(results["dense"]["perplexity"], rel=1e-3)
     assert min(seconds["packed"]) < 2.5 * min(seconds["dense"])
+
+
+def figures(path: str, group, base: str, text: str, kv: str, dtype=torch.float32, device: str = "cpu") -> dict:
+    model, other = (tilepress.load(each, device, dtype, kv=each == path, group=group) for each in (path, base))
+    return perplexity(model, AutoTokenizer.from_pretrained(base), Protocol(text, seqlen=80, limit=2), other, kv=kv)
+
+
+@pytest.mark.parametrize("kv", ["off", "sim", "decode"])
+def test_ranks_find_what_one_process_finds(two, kv, tiny, artifact, text, tmp_path):
+    path = artifact
+    if kv != "off":
+        path = tmp_path / "out"
+        run_recipe(KVRecipe(few_words(4, 64), bits=8), tiny, path)
+    words = str(path), str(tiny), str(text), kv
+    one, (ours, others) = figures(words[0], None, *words[1:]), two(figures, *words)
+    assert ours == others and (ours["protocol"]["ranks"], one["protocol"]["ranks"]) == (2, 1)
+    assert ours["base"]["nll"] == pytest.approx(one["base"]["nll"], rel=1e-5)
+    for name in ("nll", "delta_nll"):
+        assert ours[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5 if kv == "off" else 1e-3), name
+    assert ours["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5 if kv == "off" else 1e-3)
+
+
+def test_the_command_with_ranks_prints_once_and_gates(tiny, artifact, text):
+    words = ["eval", "perplexity", artifact, "--base", tiny, "--dataset", text, "--seqlen", 64, "--limit", 2]
+    ran = torchrun(*words, "--max-increase", "5%", "--json")
+    assert ran.returncode == 1 and ran.stderr.count("check failed") == 1, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["protocol"]["ranks"] == 2 and found["windows"] == 2 and found["delta_nll"] > 0
 
 
 def test_error_of_windows_of_different_lengths():
@@ -270,3 +299,15 @@ def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path,
     found = perplexity(on_card, tokenizer, protocol, kv=mode)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
     assert not [path for path in paths(on_card, "cache" if packed else mode) if "reference" in path]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["sim", "decode"])
+def test_two_cards_find_what_one_finds(two_cards, kv, tiny, text, tmp_path):
+    run_recipe(KVRecipe(few_words(4, 64), bits=8), tiny, tmp_path / "out")
+    words, how = (str(tiny), str(text), kv), {"dtype": torch.bfloat16, "device": "cuda"}
+    one, (ours, others) = (
+        figures(str(tmp_path / "out"), None, *words, **how),
+        two_cards(figures, str(tmp_path / "out"), *words, **how),
+    )
+    assert ours["nll"] == others["nll"] == pytest.approx(one["nll"], rel=1e-2)

@@ -7,6 +7,8 @@ comparable with each other, nor across tokenizers: that is what bits per byte is
 
 Log-softmax is computed in float32 and sums in float64. Errors are standard errors over windows (windows are what is nearly
 independent, tokens are not); against a base they are paired, which removes the text's own variance.
+
+Ranks that share a model (runtime/parallel.py) run the same windows together, and each has all logits and all figures.
 """
 
 import math
@@ -133,6 +135,8 @@ def perplexity(
     pass, `decode` sends every window through the packed cache (half of it at once, then token by token) and tells how far `sim` is from
     that, `off` leaves them alone; `auto` is `sim` where there is a calibration. The base is always run without.
 
+    Of models that ranks share, every rank calls it with the same arguments, and gets the same.
+
     `progress(what, windows done, windows in all)`. Returns the object that `eval perplexity --json` prints. Raises UsageError for a
     text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
     """
@@ -197,6 +201,7 @@ def perplexity(
             "bos": bool(ids) and ids[0] == tokenizer.bos_token_id,
             "dtype": dtype_name(model.dtype),
             "device": str(next(model.parameters()).device),
+            "ranks": 1 if (group := getattr(model, "tensor_parallel", None)) is None else group.size,
             "attention": model.config._attn_implementation,
             "log_softmax": "float32",
             "tokenizer": type(tokenizer).__name__,
