@@ -281,6 +281,7 @@ def test_the_command(cli, tmp_path):
         (["demo", "--shape", "gpt-5"], "llama-3-8b"),
         (["demo", "--shape", "llama-tiny", "--recipe", "csl"], "tiled-csl-80"),
         (["demo", "--recipe", "w8a8"], "--shape"),
+        (["demo", "--base", "none"], "--shape"),
         (["demo", "--shape", "llama-tiny", "--context", "1,2,3"], "one for each"),
     ):
         refused = cli(*wrong, "--device", "cpu")

@@ -131,7 +131,9 @@ def compare(
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
-def _too_large(subject: Subject, base: Subject | None, batch: int | str, protocol: Protocol, group) -> dict:
+def _too_large(
+    subject: Subject, base: Subject | None, batch: int | str, protocol: Protocol, group: TensorParallel | None
+) -> dict:
     facts = {"model": subject.name, "is_base": subject is base, "asked": batch, "context": protocol.context}
     return facts | {"batch": None if batch == "fit" else batch, "fits": False, "gpus": _gpus(group)}
 
@@ -219,8 +221,8 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
 
     def make() -> Engine:
         engine = Engine(model, batch, protocol.most, cache, chunk=protocol.chunk)
-        if group is not None and device.type == "cuda":
-            torch.empty(_ROOM, dtype=torch.uint8, device=device)  # freed at once
+        if group is not None and device.type == "cuda" and _free(device) < _ROOM:
+            raise torch.OutOfMemoryError
         return engine
 
     engine = _agreed(group, make)
@@ -297,6 +299,12 @@ def _run(engine: Engine, request: Request, batch: int, steps: int) -> tuple[floa
 
 def _group(model: nn.Module) -> TensorParallel | None:
     return getattr(model, "tensor_parallel", None)
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that torch has or can have for new tensors."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _gpus(group: TensorParallel | None) -> int:
