@@ -11,6 +11,7 @@ Ranks that share a model (runtime/parallel.py) run all this together. Memory and
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -358,7 +359,11 @@ def _bytes_of_a_step(engine: Engine, batch: int, protocol: Protocol) -> int | No
 
 
 def _shares_of_a_step(engine: Engine, request: Request, batch: int) -> list[dict]:
-    """Kernels of a decode step (operators on a CPU) with microseconds and share of them all, the longest first."""
+    """Kernels of a decode step (operators on a CPU) with microseconds and share of them all, the longest first.
+
+    A kernel that starts while others still run, and waits for them, has what it takes beyond their end.
+    """
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     _start(engine, request, batch)
@@ -370,11 +375,21 @@ def _shares_of_a_step(engine: Engine, request: Request, batch: int) -> list[dict
             engine.step()
         _wait(engine.device)
     engine.clear()
-    times: dict[str, float] = {}
-    for event in found.key_averages():
-        us = event.self_device_time_total if on_card else event.self_cpu_time_total
-        if us > 0:
-            times[event.key] = times.get(event.key, 0.0) + us / _PROFILED_STEPS
+    if on_card:
+        kernels = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+        times = times_without_overlap([(e.name, e.time_range.start, e.time_range.end) for e in kernels])
+    else:
+        times = {event.key: event.self_cpu_time_total for event in found.key_averages()}
     total = sum(times.values())
-    rows = sorted(times.items(), key=lambda item: -item[1])
-    return [{"kernel": name, "us": us, "share": us / total} for name, us in rows]
+    rows = sorted(((name, us) for name, us in times.items() if us > 0), key=lambda item: -item[1])
+    return [{"kernel": name, "us": us / _PROFILED_STEPS, "share": us / total} for name, us in rows]
+
+
+def times_without_overlap(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Sums by name of spans (name, begin, end), each counted from the latest end of those that end before it."""
+    times: dict[str, float] = {}
+    until = -math.inf
+    for name, begin, end in sorted(spans, key=lambda span: span[2]):
+        times[name] = times.get(name, 0.0) + end - max(begin, until)
+        until = max(until, end)
+    return times
