@@ -54,7 +54,7 @@ def _search(exact: Tensor, hessian: Tensor, start: Tensor, zeros: int, stay: Ten
         proposal = full + dual / penalty
         scores = proposal.abs()
         if stay is not None:
-            scores[stay] = -1.0
+            scores.masked_fill_(stay, -1.0)
         sparse = proposal.masked_fill(smallest(scores, zeros), 0.0)
         dual = dual + penalty * (full - sparse)
         if step % _EVERY == 0:

@@ -38,7 +38,7 @@ def prune(
         diagonal = inverse.diagonal()[first:last]
         scores = (weight[:, first:last] / diagonal).square()
         if stay is not None:
-            scores[stay[:, first:last]] = -1.0
+            scores.masked_fill_(stay[:, first:last], -1.0)
         here, later = sum(fixed[first:last]), sum(fixed[last:])
         count = max(min(round(zeros * last / columns), zeros - later) - done, here)
         count = min(max(count, 0), scores.numel())
