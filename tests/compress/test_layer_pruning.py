@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import tilepress
 from tilepress.compress import layer_pruning
+from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.prune import PruneRecipe
+from tilepress.compress.stream import Stream
 from tilepress.compress.targets import find_targets
 from tilepress.eval.perplexity import Protocol, perplexity
 from tilepress.eval.verify import verify
@@ -123,6 +125,37 @@ def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, 
     assert digest(tmp_path / "other") != expected
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
+def test_outputs_that_are_kept_are_those_of_another_run(checkpoint_of, tmp_path, monkeypatch, family):
+    source = checkpoint_of(family, torch.float32)
+    settings = {"format": "dense", "method": "sparsegpt", "text": TEXT}
+    prune(source, tmp_path / "kept", 0.5, **settings)
+    monkeypatch.setattr(Stream, "settle", lambda self, changing: None)
+    prune(source, tmp_path / "computed", 0.5, **settings)
+    found = [[f for f in digest(tmp_path / name).items() if "safetensors" in f[0]] for name in ("kept", "computed")]
+    assert found[0] == found[1] and len(found[0])
+
+
+def test_attention_runs_once_for_a_window_when_it_is_pruned(checkpoint_of):
+    checkpoint = Checkpoint(checkpoint_of("llama", torch.float32))
+    model = LayerByLayer(checkpoint, find_targets(checkpoint)[0], "cpu", torch.float32)
+    layer, runs = model.layers[0], []
+    hidden = [model.embed(torch.arange(20)), model.embed(torch.arange(100, 120))]
+    with model.loaded(layer) as module:
+        module.self_attn.register_forward_hook(lambda *_: runs.append("attention"))
+        module.mlp.down_proj.register_forward_hook(lambda *_: runs.append("down"))
+        stream = Stream(model, layer, module, list(hidden))
+        expected = [stream.run(i) for i in range(2)]
+        stream.settle({f"{layer}.mlp.down_proj"})
+        assert stream.after(f"{layer}.self_attn.o_proj", f"{layer}.mlp.gate_proj") == f"{layer}.mlp.gate_proj"
+        assert stream.after(f"{layer}.self_attn.q_proj", f"{layer}.self_attn.o_proj") == f"{layer}.self_attn.q_proj"
+        runs.clear()
+        stream.run(0), stream.run(1), stream.run(0)
+        stream.advance()
+    assert runs.count("down") == 5 and all(map(torch.equal, stream.hidden, expected))
+    assert "forward" not in vars(module.self_attn)
+
+
 def test_experts_that_saw_too_little_are_named(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("mixtral")
     monkeypatch.setattr(layer_pruning, "FEW_TOKENS", 10_000_000)
@@ -209,3 +242,52 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
     again = cli(*words, "--sweep", "--resume", "--json")
     assert again.code == 0 and json.loads(again.out)["rows"] == rows
     assert math.isclose(rows[0]["times_dense"], rows[0]["perplexity"] / rows[0]["base_perplexity"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", layer_pruning.METHODS)
+def test_on_a_card(tiny, tmp_path, method):
+    """Exact, the same bytes twice, and what the CPU makes: nearly the mask where the inputs are the same, and everywhere as small an error."""
+    recipe = PruneRecipe(0.6, method=method, format="dense", text=few_words(16, 256))
+    places = {"cpu": "cpu", "card": "cuda", "again": "cuda"}
+    made = {name: run_recipe(recipe, tiny, tmp_path / name, device) for name, device in places.items()}
+    assert made["card"]["calibration"]["device"] == "cuda" and digest(tmp_path / "card") == digest(tmp_path / "again")
+    check_zeros(tiny, tmp_path / "card", 0.6, made["card"])
+    here, there = (Checkpoint(tmp_path / name) for name in ("cpu", "card"))
+    pairs = zip(made["cpu"]["calibration"]["pruned"], made["card"]["calibration"]["pruned"], strict=True)
+    for one, other in pairs:
+        masks = [found.read(one["name"]) == 0 for found in (here, there)]
+        differs = float((masks[0] != masks[1]).float().mean())
+        first = "layers.0.self_attn.q_proj" in one["name"]
+        assert one["name"] == other["name"] and differs < (0.02 if first else 0.25), (one["name"], differs)
+        assert other["output_error"] == pytest.approx(one["output_error"], rel=0.1), one["name"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_zeros_are_exact_on_a_card(checkpoint_of, tmp_path, family):
+    source = checkpoint_of(family)
+    recipe = PruneRecipe(0.537, method="sparsegpt", format="dense", text=TEXT)
+    check_zeros(source, tmp_path / "out", 0.537, run_recipe(recipe, source, tmp_path / "out", "cuda"))
+
+
+@pytest.mark.gpu
+def test_a_stopped_run_on_a_card_goes_on_to_the_same_bytes(checkpoint_of, tmp_path, monkeypatch):
+    source = checkpoint_of("llama", shard_size="10MB")
+    recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
+    run_recipe(recipe, source, tmp_path / "whole", "cuda")
+    for step in (2, 4, 6):
+        output = tmp_path / f"stopped-{step}"
+        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output, "cuda"), monkeypatch)
+        run_recipe(recipe, source, output, "cuda", resume=True)
+        assert digest(output) == digest(tmp_path / "whole"), step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocation", ["owl", "auto"])
+def test_allocations_on_a_card(tiny, tmp_path, allocation):
+    """The CPU's sparsities, but for what rounding does to them."""
+    recipe = PruneRecipe(0.6, method="sparsegpt", format="dense", text=few_words(8, 256), allocation=allocation)
+    here, there = (run_recipe(recipe, tiny, tmp_path / device, device) for device in ("cpu", "cuda"))
+    check_zeros(tiny, tmp_path / "cuda", 0.6, there)
+    assert there["allocation"]["sparsity"] == pytest.approx(here["allocation"]["sparsity"], abs=0.02)

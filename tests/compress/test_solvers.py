@@ -1,12 +1,17 @@
-"""Wanda, SparseGPT and ADMM on small matrices: against tiny implementations of their own, on Hessians that are singular, and exact to the element."""
+"""Wanda, SparseGPT and ADMM on small matrices: against tiny implementations of their own, on Hessians that are singular, and exact to the element.
+
+On a card they are compared with the CPU, and must not spend their time on launches."""
+
+import time
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilepress.compress import admm, sparsegpt, wanda
 from tilepress.compress.magnitude import smallest
-from tilepress.compress.moments import Moments, cholesky
+from tilepress.compress.moments import Moments, cholesky, inverse_factor
 from tilepress.formats import TilepressError
 
 ROWS, COLS, TOKENS = 24, 40, 400
@@ -74,12 +79,19 @@ def test_the_target_is_the_least_squares_fit_to_the_dense_outputs():
     z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) + 0.2 * x.roll(1, 1)
     moments = Moments(COLS, cross=True)
     moments.add(z, "z", x)
-    factor = cholesky(moments.hessian(0.0))
-    ours = moments.target(weight, factor, 1.0)
+    inverse = inverse_factor(moments.hessian(0.0))
+    ours = moments.target(weight, inverse, 1.0)
     expected = torch.linalg.lstsq(z.double(), (x @ weight.t()).double()).solution.t()
     torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3)
-    halfway = moments.target(weight, factor, 0.5)
+    halfway = moments.target(weight, inverse, 0.5)
     torch.testing.assert_close(halfway, (weight + ours) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_the_factor_of_the_inverse():
+    hessian = problem()[2].hessian(0.01)
+    upper = inverse_factor(hessian)
+    assert torch.equal(upper, upper.triu()) and bool((upper.diagonal() > 0).all())
+    torch.testing.assert_close((upper.t() @ upper).double(), hessian.double().inverse(), rtol=1e-4, atol=1e-4)
 
 
 def test_each_solver_is_better_than_the_one_before():
@@ -159,3 +171,60 @@ def test_a_matrix_that_cannot_be_factored_is_named():
     with pytest.raises(TilepressError, match="of layer 7"):
         cholesky(-torch.eye(4), "layer 7")
     assert bool(cholesky(torch.ones(2, 2)).isfinite().all())  # singular: a little more on the diagonal
+
+
+def test_a_column_takes_few_operations():
+    """On a card each is a launch, and large models have a million columns."""
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **kwargs or {})
+
+    weight, hessian = torch.randn(4, 512), torch.eye(512)
+    with Counter() as counter:
+        sparsegpt.prune(weight, hessian, 1000)
+    assert counter.count < 3 * 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_card_gives_what_the_cpu_does(name):
+    weight, _, moments = problem()
+    hessian = moments.hessian(0.01)
+    here, *there = (SOLVERS[name](weight.to(device), hessian.to(device), 500) for device in ("cpu", "cuda", "cuda"))
+    assert torch.equal(*there) and int((there[0] == 0).sum()) == 500
+    there = there[0].cpu()
+    assert float(((here == 0) != (there == 0)).float().mean()) < 0.02
+    assert admm.error(weight, hessian, there) == pytest.approx(admm.error(weight, hessian, here), rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_on_a_card(dtype):
+    _, x, _ = problem()
+    z, x = (x + 0.1 * x.roll(1, 1)).to(dtype), x.to(dtype)
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(5))
+    hessians, targets = [], []
+    for device in ("cpu", "cuda"):
+        moments = Moments(COLS, cross=True)
+        moments.add(z.to(device), "z", x.to(device))
+        hessians.append(moments.hessian(0.01).cpu())
+        inverse = inverse_factor(moments.hessian(0.01))
+        targets.append(moments.target(weight.to(device), inverse, 0.5).cpu())
+    torch.testing.assert_close(*hessians, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*targets, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_large_weights_take_little_time_on_a_card():
+    weight = torch.randn(4096, 4096, device="cuda")
+    hessian = weight.t() @ weight / 4096 + torch.eye(4096, device="cuda")
+    sparsegpt.prune(weight, hessian, weight.numel() // 2)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    sparsegpt.prune(weight, hessian, weight.numel() // 2)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - started < 1.0

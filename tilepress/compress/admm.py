@@ -22,13 +22,18 @@ _EVERY = 3  # iterations between changes of the penalty
 
 
 def prune(
-    weight: Tensor, hessian: Tensor, zeros: int, stay: Tensor | None = None, iterations: int = ITERATIONS
+    weight: Tensor,
+    hessian: Tensor,
+    zeros: int,
+    stay: Tensor | None = None,
+    iterations: int = ITERATIONS,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     """weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32; `stay` [out, in] marks elements that are
-    pruned first.
+    pruned first. `inverse` is the hessian's `inverse_factor`, where the caller has it.
 
     Raises TilepressError for a Hessian that cannot be factored."""
-    first = sparsegpt.prune(weight, hessian, zeros, stay)
+    first = sparsegpt.prune(weight, hessian, zeros, stay, inverse=inverse)
     scale = hessian.diagonal().sqrt()
     unit = hessian / scale / scale[:, None]
     exact = weight * scale
@@ -49,7 +54,7 @@ def _search(exact: Tensor, hessian: Tensor, start: Tensor, zeros: int, stay: Ten
         proposal = full + dual / penalty
         scores = proposal.abs()
         if stay is not None:
-            scores[stay] = -1.0
+            scores.masked_fill_(stay, -1.0)
         sparse = proposal.masked_fill(smallest(scores, zeros), 0.0)
         dual = dual + penalty * (full - sparse)
         if step % _EVERY == 0:

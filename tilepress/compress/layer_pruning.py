@@ -5,7 +5,8 @@ ones before them make of the text, and the next layer gets the pruned layer's ou
 `catch_up` a second
 stream of hidden states, the dense model's, tells what its outputs should have been. Memory is the embeddings, two copies of a layer, the moments of
 one input (of all experts' at once), the
-solver's matrices, and the hidden states of all windows, with `catch_up` twice, on the CPU in the model's dtype.
+solver's matrices, and the hidden states of all windows in the model's dtype, with `catch_up` twice; all of it on the device, and on a CPU as much as the
+hidden states once more (stream.py).
 """
 
 import contextlib
@@ -22,10 +23,11 @@ from tilepress.compress.calibration import Text
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.layouts import converted
 from tilepress.compress.magnitude import layer_threshold, prune as prune_magnitude
-from tilepress.compress.moments import Moments, cholesky
+from tilepress.compress.moments import Moments, inverse_factor
 from tilepress.compress.smoothing import Group, find_groups
+from tilepress.compress.stream import Stream
 from tilepress.compress.targets import Target
-from tilepress.compress.walk import PROBE_TOKENS, Visitor
+from tilepress.compress.walk import PROBE_TOKENS, Visitor, compute_dtype
 from tilepress.experts import EXPERT_WEIGHT
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape
@@ -52,6 +54,7 @@ class LayerPruner(Visitor):
         self._dense: list[Tensor] = []  # hidden states of the dense model
 
     def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
+        hidden[:] = [h.to(model.device) for h in hidden]
         self._dense = list(hidden) if self.settings.catch_up and self.settings.method != "wanda" else []
 
     def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
@@ -61,63 +64,65 @@ class LayerPruner(Visitor):
         if layer == model.layers[0]:
             found["warnings"] += [f"{name} is in no decoder layer: pruned by magnitude" for name in model.outside]
         with model.loaded(layer) as module:
-            dense = copy.deepcopy(module) if self._dense else None
+            pruned, dense = self._streams(model, layer, module, hidden)
             probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
             groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=False)
             unused = sorted(set(names) - {path for group in groups for path in group.linears})
             if unused:
                 raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
             in_order, modules = stages(groups), dict(module.named_modules(prefix=layer))
-            for stage in in_order:
-                moments = self._observe(model, layer, dense, stage, hidden, stage is in_order[-1])
+            for number, stage in enumerate(in_order):
+                moments = self._observe(pruned, dense, in_order, number)
                 for group in stage:
                     self._prune_group(group, moments[group.linears[0]], modules, names, found, tensors)
                 del moments
-            through = bool(in_order) and _pairs(in_order[-1])
-            self._advance(model, layer, None if through else dense, hidden)
-            del dense, modules
+            pruned.advance()
+            if dense and not (in_order and _pairs(in_order[-1])):
+                dense.advance()
+            del pruned, dense, modules
         return found, tensors
 
     def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
         with model.loaded(layer) as module:
-            dense = copy.deepcopy(module) if self._dense else None
-            modules = dict(module.named_modules(prefix=layer))
+            pruned, dense = self._streams(model, layer, module, hidden)
             for name, weight in tensors.items():
-                _put(modules[model.module_of[name]], weight)
-            self._advance(model, layer, dense, hidden)
-            del dense, modules
+                _put(pruned.modules[model.module_of[name]], weight)
+            pruned.advance()
+            if dense:
+                dense.advance()
+            del pruned, dense
 
-    def _advance(self, model: LayerByLayer, layer: str, dense: nn.Module | None, hidden: list[Tensor]) -> None:
-        for i, h in enumerate(hidden):
-            hidden[i] = model.run(layer, h).to(h.dtype).cpu()
-            if dense is not None:
-                self._dense[i] = model.run(layer, self._dense[i], dense).to(h.dtype).cpu()
+    def _streams(
+        self, model: LayerByLayer, layer: str, module: nn.Module, hidden: list[Tensor]
+    ) -> tuple[Stream, Stream | None]:
+        """The model that is pruned and, if it is followed, the dense one."""
+        dense = Stream(model, layer, copy.deepcopy(module), self._dense) if self._dense else None
+        return Stream(model, layer, module, hidden), dense
 
     def _observe(
-        self,
-        model: LayerByLayer,
-        layer: str,
-        dense: nn.Module | None,
-        stage: list[Group],
-        hidden: list[Tensor],
-        last: bool,
+        self, pruned: Stream, dense: Stream | None, in_order: list[list[Group]], number: int
     ) -> dict[str, Moments]:
-        """The moments of a stage's inputs, by the first linear layer that reads each; the `last` takes the dense stream through the layer."""
+        """The moments of a stage's inputs, by the first linear layer that reads each; the last stage takes the dense stream through the layer."""
+        stage, coming = in_order[number], in_order[number + 1 :]
         firsts = [group.linears[0] for group in stage]
         cross = dense is not None and _pairs(stage)
-        modules = dict(model.model.get_submodule(layer).named_modules(prefix=layer))
-        twins = dict(dense.named_modules(prefix=layer)) if cross else {}
-        moments = {path: Moments(linear_shape(modules[path])[1], cross) for path in firsts}
+        moments = {path: Moments(linear_shape(pruned.modules[path])[1], cross) for path in firsts}
         wanted: dict[str, Tensor] = {}
-        for i, h in enumerate(hidden):
+        pruned.settle(_linears(in_order[number:]))
+        if cross:
+            dense.settle(_linears(in_order[-1:]))
+            until = dense.after(firsts[0], coming[0][0].linears[0]) if coming else None
+        for i in range(len(pruned.hidden)):
             if cross:
-                with watch_inputs(twins, firsts, wanted.__setitem__, stop=not last):
-                    out = model.run(layer, self._dense[i], dense)
-                    self._dense[i] = out.to(h.dtype).cpu()
+                with watch_inputs(dense.modules, firsts, wanted.__setitem__, until):
+                    dense.advance_one(i)
             with watch_inputs(
-                modules, firsts, lambda path, x: moments[path].add(x, path, wanted.get(path)), len(firsts) == 1
+                pruned.modules,
+                firsts,
+                lambda path, x: moments[path].add(x, path, wanted.get(path)),
+                firsts[0] if len(firsts) == 1 else None,
             ):
-                model.run(layer, h)
+                pruned.run(i)
         return moments
 
     def _prune_group(
@@ -166,7 +171,7 @@ class Solver:
         self.method, self.moments, self.damping, self.catch_up = method, moments, damping, catch_up
         if method != "wanda":
             self.hessian = moments.hessian(damping)
-            self.factor = cholesky(self.hessian) if moments.cross and catch_up else None
+            self.inverse = inverse_factor(self.hessian)
 
     def prune(self, weight: Tensor, zeros: int) -> tuple[Tensor, float]:
         """The weight [out, in] float32 pruned, and the error of its outputs relative to those of the unpruned one, on the same inputs."""
@@ -176,9 +181,9 @@ class Solver:
         else:
             hessian = self.hessian
             stay = weight == 0
-            target = self.moments.target(weight, self.factor, self.catch_up)
+            target = self.moments.target(weight, self.inverse, self.catch_up)
             solve = sparsegpt.prune if self.method == "sparsegpt" else admm.prune
-            pruned = solve(target, hessian, zeros, stay)
+            pruned = solve(target, hessian, zeros, stay, inverse=self.inverse)
         whole = admm.error(weight, hessian, torch.zeros_like(weight))
         return pruned, (admm.error(weight, hessian, pruned) / whole) ** 0.5 if whole else 0.0
 
@@ -191,6 +196,10 @@ def stages(groups: list[Group]) -> list[list[Group]]:
         kind = path.rpartition(".")[2] if ".experts." in path else path
         found.setdefault(kind, []).append(group)
     return list(found.values())
+
+
+def _linears(in_order: list[list[Group]]) -> set[str]:
+    return {path for stage in in_order for group in stage for path in group.linears}
 
 
 def _pairs(stage: list[Group]) -> bool:
@@ -213,7 +222,8 @@ def _put(module: nn.Module, weight: Tensor) -> None:
 
 
 def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method: str, dense: bool) -> int:
-    """About, beside torch itself: embeddings, a layer (twice with a `dense` stream), hidden states, and what a solver holds of the widest input."""
+    """About, beside torch itself: embeddings, a layer (twice with a `dense` stream), hidden states and what streams keep, and what a solver holds of
+    the widest input."""
     layers: dict[str, list[Target]] = {}
     for target in targets:
         layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
@@ -222,7 +232,9 @@ def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method
     config = checkpoint.text_config
     width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
     streams = 2 if dense else 1
-    hidden = text.nsamples * text.seqlen * width * targets[0].dtype.itemsize
+    dtype = targets[0].dtype
+    kept = compute_dtype(dtype, "cpu").itemsize  # by a stream
+    hidden = text.nsamples * text.seqlen * width * (dtype.itemsize + kept)
     squares = {"wanda": 1, "sparsegpt": 4, "admm": 6}[method] + streams
     rectangles = {"wanda": 3, "sparsegpt": 4, "admm": 9}[method]
     solver = max(4 * (squares * t.cols**2 + rectangles * t.elements) for t in targets)
@@ -233,29 +245,26 @@ def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method
     return streams * (layer + hidden) + 2 * outside + solver + experts + window
 
 
-class _Seen(Exception):
+class _Reached(Exception):
     pass
 
 
 @contextlib.contextmanager
 def watch_inputs(
-    modules: dict[str, nn.Module], paths: list[str], see: Callable[[str, Tensor], None], stop: bool
+    modules: dict[str, nn.Module], paths: list[str], see: Callable[[str, Tensor], None], until: str | None = None
 ) -> Iterator[None]:
-    """Shows the inputs of some linear layers while the layer around them runs; with `stop` it runs no further than the last of them."""
-    seen = set()
+    """Shows the inputs of some linear layers while the layer around them runs; it runs no further than `until`, one of its linear layers."""
 
-    def hook(path: str):
-        def look(_, args) -> None:
-            see(path, args[0])
-            seen.add(path)
-            if stop and len(seen) == len(paths):
-                raise _Seen
+    def look(path: str):
+        return lambda _, args: see(path, args[0])
 
-        return look
+    def stop(*_) -> None:
+        raise _Reached
 
-    handles = [modules[path].register_forward_pre_hook(hook(path)) for path in paths]
+    handles = [modules[path].register_forward_pre_hook(look(path)) for path in paths]
+    handles += [modules[until].register_forward_pre_hook(stop)] if until else []
     try:
-        with contextlib.suppress(_Seen):
+        with contextlib.suppress(_Reached):
             yield
     finally:
         for handle in handles:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError
 
-_BLOCKS = 4  # of columns: the lower triangle is not computed
+_BLOCKS = 8  # of columns: the lower triangle is not computed
 _DAMPINGS = 4  # tried, each ten times the last
 
 
@@ -38,15 +38,15 @@ class Moments:
             self._sum = x.new_zeros(self.width, self.width)
             self._difference = torch.zeros_like(self._sum) if self.cross else None
         step = -(-self.width // _BLOCKS)
-        with exact_in_tf32(x):
+        with exact_in_tf32(given):
             for first in range(0, self.width, step):
                 self._sum[first : first + step, first:].addmm_(x[:, first : first + step].t(), x[:, first:])
             if self.cross:
-                difference = dense.detach().reshape(-1, self.width).float() - x
+                dense = dense.detach().reshape(-1, self.width)
                 if x.device.type == "cpu":  # bfloat16 matrix units: rounded relative to the difference itself
-                    self._difference += difference.to(given.dtype).t() @ given
+                    self._difference += (dense - given).t() @ given
                 else:
-                    self._difference.addmm_(difference.t(), x)
+                    self._difference.addmm_((dense.float() - x).t(), x)
         self.tokens += len(x)
         if not bool(torch.isfinite(self._sum.diagonal()).all()):
             raise TilepressError(
@@ -69,13 +69,13 @@ class Moments:
     def _ridge(self, damping: float) -> float:
         return max(damping * float(self._sum.diagonal().mean()) / self.tokens, 1e-12)
 
-    def target(self, weight: Tensor, factor: Tensor | None, share: float) -> Tensor:
+    def target(self, weight: Tensor, inverse: Tensor, share: float) -> Tensor:
         """What the weight [out, in] should be on the pruned model's inputs to give the dense model's outputs.
 
-        `factor` is the Cholesky factor of `hessian`. Of the difference between the two models' inputs the `share` is made up for."""
-        if factor is None:
+        `inverse` is the `inverse_factor` of `hessian`. Of the difference between the two models' inputs the `share` is made up for."""
+        if not self.cross or not share:
             return weight
-        return weight + share / self.tokens * torch.cholesky_solve((weight @ self._difference).t(), factor).t()
+        return weight + share / self.tokens * (weight @ self._difference @ inverse.t() @ inverse)
 
 
 def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
@@ -93,10 +93,19 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
     raise TilepressError(f"the second moments of {name} are not positive definite", "give more text, or --damping 0.1")
 
 
+def inverse_factor(matrix: Tensor, name: str = "the matrix") -> Tensor:
+    """The upper U with U' U the inverse of a positive definite matrix; raises as `cholesky` does.
+
+    From one factorization: if the matrix with rows and columns reversed is L L', then L^-1 reversed is U."""
+    lower = cholesky(matrix.flip(0, 1), name)
+    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+
+
 @contextlib.contextmanager
 def exact_in_tf32(x: Tensor):
-    """TensorFloat-32 for products of values that were bfloat16 or float16: it holds them exactly, and sums are float32 either way."""
-    if x.device.type != "cuda":
+    """TensorFloat-32 for products of x if it is bfloat16 or float16: it holds these exactly, and sums are float32 either way."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
         yield
         return
     before = torch.backends.cuda.matmul.allow_tf32

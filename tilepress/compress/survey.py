@@ -76,7 +76,7 @@ def _survey_layer(
         tokens[path] = tokens.get(path, 0) + len(x)
 
     firsts = [group.linears[0] for group in groups]
-    with watch_inputs(modules, firsts, see, stop=False):
+    with watch_inputs(modules, firsts, see):
         outputs = _run(model, layer, hidden)
     for stage in stages(groups):
         seen = [group for group in stage if tokens.get(group.linears[0], 0) >= FEW_TOKENS]

@@ -29,7 +29,8 @@ PROBE_TOKENS = 32  # of the short runs that find groups and try folds
 
 
 class Visitor(Protocol):
-    """Looks at a layer, and leaves the layer's outputs in place of its inputs, `hidden` (a list of [1, tokens, hidden] in the model's dtype, on the CPU)."""
+    """Looks at a layer, and leaves the layer's outputs in place of its inputs, `hidden` (a list of [1, tokens, hidden] in the model's dtype,
+    at first on the CPU)."""
 
     dtype: torch.dtype  # of hidden states between layers
 
