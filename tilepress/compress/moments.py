@@ -38,13 +38,13 @@ class Moments:
             self._sum = x.new_zeros(self.width, self.width)
             self._difference = torch.zeros_like(self._sum) if self.cross else None
         step = -(-self.width // _BLOCKS)
-        with exact_in_tf32(given):
+        with exact_products(given):
             for first in range(0, self.width, step):
                 self._sum[first : first + step, first:].addmm_(x[:, first : first + step].t(), x[:, first:])
             if self.cross:
                 dense = dense.detach().reshape(-1, self.width)
                 if x.device.type == "cpu":  # bfloat16 matrix units: rounded relative to the difference itself
-                    self._difference += (dense - given).t() @ given
+                    self._difference += (dense - given).t().contiguous() @ given
                 else:
                     self._difference.addmm_((dense.float() - x).t(), x)
         self.tokens += len(x)
@@ -103,14 +103,21 @@ def inverse_factor(matrix: Tensor, name: str = "the matrix") -> Tensor:
 
 
 @contextlib.contextmanager
-def exact_in_tf32(x: Tensor):
-    """TensorFloat-32 for products of x if it is bfloat16 or float16: it holds these exactly, and sums are float32 either way."""
-    if x.device.type != "cuda" or x.dtype == torch.float32:
+def exact_products(x: Tensor):
+    """Faster units for float32 products of values that x's dtype holds exactly; sums are float32 either way: on a card TensorFloat-32 for bfloat16 and
+    float16, on a CPU bfloat16 matrix units for bfloat16."""
+    on_card = x.device.type == "cuda"
+    if x.dtype not in ((torch.bfloat16, torch.float16) if on_card else (torch.bfloat16,)):
         yield
         return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    units, name, value = (
+        (torch.backends.cuda.matmul, "allow_tf32", True)
+        if on_card
+        else (torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    )
+    before = getattr(units, name)
+    setattr(units, name, value)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        setattr(units, name, before)
