@@ -14,7 +14,7 @@ SCRIPT = """
 import json, os, signal, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-import torch, transformers
+import torch, transformers.models.llama.modeling_llama
 from tilepress import cli
 from tilepress.compress import calibrate, finish, kv, plan, prune, quantize, shards
 

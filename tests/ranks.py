@@ -1,5 +1,7 @@
 """Processes that share models by tensor parallelism, over gloo on a CPU or NCCL on cards, and what is asked of them."""
 
+import contextlib
+import io
 import multiprocessing
 import os
 import socket
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -47,6 +50,25 @@ def ask(
         logits = engine.backend.prefill(0, prompt, 0).cpu()
     cache = getattr(engine.backend.cache, "bytes_per_token", 0)
     return Answer(tokens, logits, own_logits, held, layers, cache, engine.paths())
+
+
+def command(words: list, group) -> tuple[int, str, str]:
+    """A command of this rank, as if torchrun had started it: exit code, stdout, stderr."""
+    from tilepress.cli import _explain, app
+    from tilepress.runtime.parallel import TensorParallel
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(TensorParallel, "start", return_value=group),
+        mock.patch.object(TensorParallel, "close"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = app([str(word) for word in [*words, "--device", "cpu"]], standalone_mode=False) or 0
+        except Exception as error:
+            code = _explain(error)
+    return code, out.getvalue(), err.getvalue()
 
 
 def _serve(rank: int, size: int, port: int, device: str, pipe) -> None:

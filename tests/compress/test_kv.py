@@ -41,7 +41,7 @@ def calibrated(tmp_path_factory, checkpoint_of):
     return path
 
 
-def divergence_from(base, model, text, kv="sim", limit=6):
+def divergence_from(base, model, text, kv="sim", limit=3):
     dense = tilepress.load(base, dtype=torch.float32, kv=False)
     scores = perplexity(
         model, AutoTokenizer.from_pretrained(base), Protocol(str(text), "gptq", 512, None, limit), dense, kv=kv

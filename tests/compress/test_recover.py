@@ -195,7 +195,7 @@ def test_perplexity_of_other_text_is_better_than_before(tiny, artifact, halves, 
     assert ran.code == 0 and "recovered" in ran.out, ran.err
     found = {}
     for path in (artifact, tmp_path / "out"):
-        words = ["--dataset", held_out, "--seqlen", "512", "--limit", "8", "--json", "-q"]
+        words = ["--dataset", held_out, "--seqlen", "512", "--limit", "4", "--json", "-q"]
         found[path] = cli("eval", "perplexity", path, "--base", tiny, *words).json
     before, after = found.values()
     assert after["perplexity"] < 0.8 * before["perplexity"]
@@ -243,7 +243,7 @@ def test_only_what_is_asked_for_is_trained(llama, tmp_path, train):
 @pytest.mark.parametrize("blocks", [False, True])
 def test_stopped_anywhere_and_resumed_it_gives_the_same_bytes(llama, tmp_path, monkeypatch, blocks):
     base, pruned = llama
-    recipe = RecoverRecipe(recovery(blocks=blocks, nsamples=4), base=base, base_name="base", save_every_s=0)
+    recipe = RecoverRecipe(recovery(blocks=blocks, nsamples=4, steps=4), base=base, base_name="base", save_every_s=0)
 
     def look(folder: Path) -> None:
         if not (folder / "config.json").exists():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import few_words, prune, quantize, run_recipe
 from fallbacks import refuse_all
-from ranks import torchrun
+from ranks import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
@@ -153,11 +153,11 @@ def test_ranks_find_what_one_process_finds(two, kv, tiny, artifact, text, tmp_pa
     assert ours["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5 if kv == "off" else 1e-3)
 
 
-def test_the_command_with_ranks_prints_once_and_gates(tiny, artifact, text):
+def test_the_command_with_ranks_prints_once_and_gates(tiny, artifact, text, two):
     words = ["eval", "perplexity", artifact, "--base", tiny, "--dataset", text, "--seqlen", 64, "--limit", 2]
-    ran = torchrun(*words, "--max-increase", "5%", "--json")
-    assert ran.returncode == 1 and ran.stderr.count("check failed") == 1, ran.stderr
-    found = json.loads(ran.stdout)
+    (first, out, err), other = two(command, [*words, "--max-increase", "5%", "--json"])
+    assert first == 3 and err.count("check failed") == 1 and other == (0, "", ""), err
+    found = json.loads(out)
     assert found["protocol"]["ranks"] == 2 and found["windows"] == 2 and found["delta_nll"] > 0
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import prune
-from ranks import torchrun
+from ranks import command
 
 import tilepress
 from tilepress.eval.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes, times_without_overlap
@@ -84,7 +84,7 @@ def test_the_command(cli, pair, tmp_path):
     assert refused.code == 2 and "what a card holds" in refused.err
 
 
-def test_two_ranks(pair, tmp_path):
+def test_two_ranks(pair, tmp_path, two):
     """Under torchrun: one object, of both; each has half of the heads, and rates are divided by two."""
     source, packed = pair
     words = [
@@ -102,9 +102,9 @@ def test_two_ranks(pair, tmp_path):
         "--runs",
         2,
     ]
-    ran = torchrun(*words, "--json", "-q", "-o", tmp_path / "speed.json")
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    (first, out, err), other = two(command, [*words, "--json", "-q", "-o", tmp_path / "speed.json"])
+    assert first == 0 and other == (0, "", ""), err
+    found = json.loads(out)
     assert found == json.loads((tmp_path / "speed.json").read_text())
     for row in found["rows"]:
         assert row["gpus"] == 2 and row["tokens_per_gpu_s"] == pytest.approx(row["tokens_per_s"] / 2)
