@@ -7,6 +7,7 @@ the dense ones,
 every token scaled to unit length, is what those weights cost. Time is that of half as many runs of the model over the few windows as it has inputs.
 """
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,12 +103,15 @@ def _describe(group: Group, norms: Tensor, modules: dict, names: dict[str, str],
     for path in group.linears:
         weight = modules[path].weight.detach().float()
         scores = (weight.t() if linear_shape(modules[path])[2] else weight).abs() * norms
-        ends = [round(part * (scores.numel() - 1)) for part in CURVE]
-        losses = scores.square().flatten().sort().values.double().cumsum(0)
+        ends = [round(part * (scores.numel() - 1)) + 1 for part in CURVE]
+        pieces = (
+            scores.square().flatten().sort().values.tensor_split(ends)[:-1]
+        )  # a card's cumsum is not always the same
+        losses = accumulate(float(piece.sum(dtype=torch.float64)) for piece in pieces)
         found[names[path]] = {
             "layer": layer,
             "outliers": int((scores > OUTLIER * scores.mean()).sum()),
-            "curve": [0.0, *(float(losses[end]) for end in ends[1:])],
+            "curve": [0.0, *list(losses)[1:]],
         }
 
 
