@@ -1,7 +1,9 @@
 """`compress prune` with calibration text: exact counts in every family, better than magnitude, resumable, experts that saw too little."""
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import tilepress
 from tilepress.compress import layer_pruning
 from tilepress.compress.layerwise import LayerByLayer
+from tilepress.compress.moments import Moments
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.stream import Stream
 from tilepress.compress.targets import find_targets
@@ -154,6 +157,24 @@ def test_attention_runs_once_for_a_window_when_it_is_pruned(checkpoint_of):
         stream.advance()
     assert runs.count("down") == 5 and all(map(torch.equal, stream.hidden, expected))
     assert "forward" not in vars(module.self_attn)
+
+
+def test_what_a_layer_took_is_freed_without_a_garbage_collector(checkpoint_of, tmp_path, monkeypatch):
+    """A card's memory does not make Python look for cycles: layers would pile up there."""
+    made = []
+
+    class Watched(Moments):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(layer_pruning, "Moments", Watched)
+    gc.disable()
+    try:
+        prune(checkpoint_of("llama"), tmp_path / "out", 0.5, method="sparsegpt", text=TEXT)
+        assert made and not any(ref() for ref in made)
+    finally:
+        gc.enable()
 
 
 def test_experts_that_saw_too_little_are_named(checkpoint_of, tmp_path, monkeypatch):

@@ -9,10 +9,9 @@ solver's matrices, and the hidden states of all windows in the model's dtype, wi
 hidden states once more (stream.py).
 """
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -249,23 +248,33 @@ class _Reached(Exception):
     pass
 
 
-@contextlib.contextmanager
-def watch_inputs(
-    modules: dict[str, nn.Module], paths: list[str], see: Callable[[str, Tensor], None], until: str | None = None
-) -> Iterator[None]:
-    """Shows the inputs of some linear layers while the layer around them runs; it runs no further than `until`, one of its linear layers."""
+class watch_inputs:
+    """Shows the inputs of some linear layers while the layer around them runs; it runs no further than `until`, one of its linear layers.
 
-    def look(path: str):
-        return lambda _, args: see(path, args[0])
+    A class, as Python 3.12 keeps what a generator suppresses, with the frames and so the layers and moments that it passed, until garbage is collected."""
 
-    def stop(*_) -> None:
-        raise _Reached
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        paths: list[str],
+        see: Callable[[str, Tensor], None],
+        until: str | None = None,
+    ):
+        self._handles = [modules[path].register_forward_pre_hook(_shown_to(see, path)) for path in paths]
+        self._handles += [modules[until].register_forward_pre_hook(_stop)] if until else []
 
-    handles = [modules[path].register_forward_pre_hook(look(path)) for path in paths]
-    handles += [modules[until].register_forward_pre_hook(stop)] if until else []
-    try:
-        with contextlib.suppress(_Reached):
-            yield
-    finally:
-        for handle in handles:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type, raised: BaseException | None, _traceback) -> bool:
+        for handle in self._handles:
             handle.remove()
+        return isinstance(raised, _Reached)
+
+
+def _shown_to(see: Callable[[str, Tensor], None], path: str):
+    return lambda _, args: see(path, args[0])
+
+
+def _stop(*_) -> None:
+    raise _Reached
