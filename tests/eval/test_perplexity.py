@@ -283,7 +283,9 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
 @pytest.mark.parametrize("packed", [False, True], ids=["", "kv4"])
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, packed, monkeypatch):
-    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token."""
+    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token.
+
+    Over 25,000 tokens: codes flip with the last bit of an activation, and 1,500 tokens differ by 0.2 % between two orders of summation on one device."""
     path = tiny
     if kind == "int8":
         quantize(tiny, path := tmp_path / "made")
@@ -292,7 +294,7 @@ def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path,
     if packed:
         source, path = path, tmp_path / "packed"
         run_recipe(KVRecipe(few_words(16, 256)), source, path)
-    protocol, mode = Protocol(str(text), seqlen=256, limit=6), "decode" if packed else "off"
+    protocol, mode = Protocol(str(text), seqlen=256, limit=100), "decode" if packed else "off"
     expected = perplexity(tilepress.load(path), tokenizer, protocol, kv=mode)
     refuse_all(monkeypatch)
     on_card = tilepress.load(path, device="cuda")

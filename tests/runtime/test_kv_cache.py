@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import tilepress
 from tilepress import demo
 from tilepress.compress.kv import KVRecipe
+from tilepress.eval import perplexity as eval_perplexity
 from tilepress.eval.perplexity import Protocol, perplexity
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import uncalibrated
@@ -98,6 +99,16 @@ def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
     alone = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="sim")
     assert alone["perplexity"] == pytest.approx(scores["kv_cache"]["sim_perplexity"], rel=1e-6)
     assert model.kv_state.mode == "cache"
+
+
+def test_windows_decoded_together_are_those_decoded_alone(model, tokenizer, monkeypatch, tmp_path):
+    (text := tmp_path / "some.txt").write_text(tokenizer.decode(list(range(1, 180))))
+    protocol, asked = Protocol(str(text), "strided", 64, 32), []
+    together = perplexity(model, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode")
+    monkeypatch.setattr(eval_perplexity, "_MOST_DECODED", 1)
+    alone = perplexity(model, tokenizer, protocol, kv="decode")
+    assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3)
+    assert len(asked) == 3 < len(together["window_nll"])  # all long ones, the short one, the end
 
 
 def test_simulation_changes_keys_and_values_alone(model, tokenizer, monkeypatch):

@@ -12,8 +12,9 @@ Ranks that share a model (runtime/parallel.py) run the same windows together, an
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -25,11 +26,16 @@ from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.kv_cache import PagedCache, cache_mode
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
+_MOST_DECODED = 16  # windows at a time
+_LOGITS_BYTES = 1 << 30
 RECIPES = ("gptq", "strided")
 _MEASURED = {
     "sim": "keys and values quantized and dequantized inside an ordinary forward pass",
     "decode": "windows through the packed cache: half at once, then token by token",
 }
+
+Span = tuple[int, int, int]  # first token of a window, its end, the first scored one
+Progress = Callable[[str, int, int], None]  # what, windows done, windows in all
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,8 @@ class Protocol:
             )
         object.__setattr__(self, "stride", step)
 
-    def windows(self, num_tokens: int) -> list[tuple[int, int, int]]:
-        """(first token, end, first scored token) of each window over so many tokens."""
+    def windows(self, num_tokens: int) -> list[Span]:
+        """Of so many tokens."""
         if self.recipe == "gptq":
             spans = [(a, a + self.seqlen, a + 1) for a in range(0, num_tokens - self.seqlen + 1, self.seqlen)]
         else:
@@ -126,7 +132,7 @@ def perplexity(
     tokenizer,
     protocol: Protocol,
     base=None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
     kv: str = "auto",
 ) -> dict:
     """Scores a transformers causal language model, and with `base` compares the two on the same windows.
@@ -137,7 +143,7 @@ def perplexity(
 
     Of models that ranks share, every rank calls it with the same arguments, and gets the same.
 
-    `progress(what, windows done, windows in all)`. Returns the object that `eval perplexity --json` prints. Raises UsageError for a
+    Returns the object that `eval perplexity --json` prints. Raises UsageError for a
     text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
     """
     _check_fit(model, base, protocol)
@@ -156,13 +162,12 @@ def perplexity(
     kl_of_tokens: list[Tensor] = []
     simulated = WindowSums()
     scored_bytes = 0
-    for done, (first, end, scored) in enumerate(spans):
-        progress("window", done, len(spans))
-        window = torch.tensor([ids[first:end]], device=next(model.parameters()).device)
+    for done, ((first, end, scored), logits) in enumerate(_runs(model, ids, spans, kv, progress)):
+        window = torch.tensor([ids[first:end]], device=logits.device)
         rows = slice(scored - 1 - first, end - 1 - first)
         count = end - scored
         scored_bytes += len(tokenizer.decode(ids[scored:end]).encode())
-        logits = (_decoded(model, window) if kv == "decode" else _logits(model, window, kv))[rows]
+        logits = logits[rows]
         losses = score(logits, window[0, scored - first :])
         if not bool(torch.isfinite(losses).all()):
             raise TilepressError(
@@ -251,19 +256,34 @@ def _cache_mode(model, kv: str) -> str:
     return ("sim" if calibrated else "off") if kv == "auto" else kv
 
 
+def _runs(model, ids: list[int], spans: list[Span], kv: str, progress: Progress) -> Iterator[tuple[Span, Tensor]]:
+    """Each window's span and the logits of all its positions. Windows of one length are decoded together, as many as have logits of _LOGITS_BYTES."""
+    device, longest = next(model.parameters()).device, max(end - first for first, end, _ in spans)
+    row = model.config.get_text_config().vocab_size * model.dtype.itemsize
+    most = min(_MOST_DECODED, max(1, _LOGITS_BYTES // (longest * row))) if kv == "decode" else 1
+    done = 0
+    for _, alike in groupby(spans, lambda span: span[1] - span[0]):
+        while group := list(islice(alike, most)):
+            progress("window", done, len(spans))
+            windows = torch.tensor([ids[first:end] for first, end, _ in group], device=device)
+            found = _decoded(model, windows) if kv == "decode" else _logits(model, windows, kv)[None]
+            yield from zip(group, found, strict=True)
+            done += len(group)
+
+
 def _logits(model, window: Tensor, kv: str = "off") -> Tensor:
     """Of every position of a window, by one forward pass."""
     with cache_mode(model, kv), torch.inference_mode():
         return model(window, use_cache=False).logits[0]
 
 
-def _decoded(model, window: Tensor) -> Tensor:
-    """Of every position of a window [1, tokens], through the packed cache: its first half at once, then token by token."""
-    tokens = window.shape[1]
-    cache = PagedCache(model.kv_state.calibration, window.device, num_pages=-(-tokens // PAGE_TOKENS))
-    pieces = window.split([tokens // 2, *[1] * (tokens - tokens // 2)], 1)
+def _decoded(model, windows: Tensor) -> Tensor:
+    """Of every position of windows [n, tokens], through the packed cache: their first halves at once, then token by token: [n, tokens, vocabulary]."""
+    n, tokens = windows.shape
+    cache = PagedCache(model.kv_state.calibration, windows.device, num_pages=n * -(-tokens // PAGE_TOKENS))
+    pieces = windows.split([tokens // 2, *[1] * (tokens - tokens // 2)], 1)
     with torch.inference_mode():
-        return torch.cat([model(p, past_key_values=cache, use_cache=True).logits[0] for p in pieces if p.numel()])
+        return torch.cat([model(p, past_key_values=cache, use_cache=True).logits for p in pieces if p.numel()], 1)
 
 
 def _check_fit(model, base, protocol: Protocol) -> None:
