@@ -53,15 +53,34 @@ def plot(series: Series, across: str, up: str, line: float | None = None, joined
 
 
 def end_to_end() -> str:
-    lines = [
-        "| model | artifact | sequences | context | tokens/s | ms a token | first token, ms | GiB at most | tokens per GPU-second of dense |",
-        "|---|---|---|---|---|---|---|---|---|",
+    columns = [
+        "model",
+        "artifact",
+        "cards",
+        "sequences",
+        "context",
+        "tokens/s",
+        "of a card",
+        "ms a token",
+        "first token, ms",
     ]
+    columns += ["GiB of a card at most", "tokens per GPU-second of dense"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows("end_to_end"):
-        speedup = f"{row['speedup']:.2f}" if row.get("speedup") else "1"
-        numbers = f"{row['tokens_per_s']:.0f} | {row['tpot_ms']:.2f} | {row['ttft_ms']:.0f} | {row['peak_gib']:.1f} | {speedup}"
-        lines.append(f"| {row['model']} | {row['artifact']} | {row['batch']} | {row['context']} | {numbers} |")
+        speedup = "1" if row["is_base"] else f"{row['speedup']:.2f}" if "speedup" in row else ""
+        numbers = (
+            f"{row['tokens_per_s']:.0f} | {row['tokens_per_gpu_s']:.0f} | {row['tpot_ms']:.2f} | {row['ttft_ms']:.0f} | "
+            f"{row['peak_gib']:.1f} | {speedup}"
+        )
+        what = f"{row['model']} | {row['artifact']} | {row['gpus']} | {row['batch']} | {row['context']}"
+        lines.append(f"| {what} | {numbers} |")
     return "\n".join(lines)
+
+
+def of_a_card(artifact: str, gpus: int) -> float:
+    """Tokens per GPU-second of Llama-2-70B."""
+    (row,) = rows("end_to_end", model="llama-2-70b", artifact=artifact, gpus=gpus)
+    return row["tokens_per_gpu_s"]
 
 
 def sparse(layout: str) -> Series:
@@ -103,7 +122,8 @@ def roofline() -> Series:
 
 def made_of(name: str) -> str:
     env = json.loads((RESULTS / f"{name}.json").read_text())["env"]
-    return f"`benchmarks/h200/{name}.json`: {env['card']}, torch {env['torch']}, CUDA {env['cuda']}, commit {env['commit'][:7]}."
+    commits = ", ".join(dict.fromkeys(row.get("commit", env["commit"])[:7] for row in rows(name)))
+    return f"`benchmarks/h200/{name}.json`: {env['card']}, torch {env['torch']}, CUDA {env['cuda']}, commit {commits}."
 
 
 def pictures() -> dict[str, str]:
@@ -118,6 +138,7 @@ def pictures() -> dict[str, str]:
 
 
 def page() -> str:
+    less = of_a_card("w8a8+kv4", 2) / of_a_card("dense", 4)
     return f"""# Performance
 
 Drawn by `python benchmarks/draw.py` from what was measured on an H200; each picture says from which file.
@@ -125,7 +146,9 @@ Drawn by `python benchmarks/draw.py` from what was measured on an H200; each pic
 ## Whole models
 
 Random weights of well-known shapes (`tilepress demo --shape`): speed does not depend on their values. The dense base runs in the same decode loop, with
-cuBLAS, CUDA graphs and the faster of two attentions; `docs/decode_loop.md` says how it is timed. Of OPT-30B each has the largest batch that fits.
+cuBLAS, CUDA graphs and the faster of two attentions; `docs/decode_loop.md` says how it is timed. Of OPT-30B and OPT-66B each has the largest batch that fits
+(dense, OPT-66B's weights alone are 122 GiB; it was not run). Several cards share a model by tensor parallelism (`docs/parallel.md`). Rows without a last
+column were run alone: of Llama-2-70B a card makes as INT8 with a 4-bit cache, two cards sharing it, {less:.2f} times the tokens of dense, which takes four.
 
 {end_to_end()}
 
