@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from interruption import digest, stopped_before
 from safetensors.torch import load_file, save_file
 
 import tilepress
-from tilepress.compress import layer_pruning
+from tilepress.compress import layer_pruning, stream as stream_module
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.moments import Moments
 from tilepress.compress.prune import PruneRecipe
@@ -157,6 +158,31 @@ def test_attention_runs_once_for_a_window_when_it_is_pruned(checkpoint_of):
         stream.advance()
     assert runs.count("down") == 5 and all(map(torch.equal, stream.hidden, expected))
     assert "forward" not in vars(module.self_attn)
+
+
+def test_what_ends_in_a_pruned_linear_layer_runs_from_there(checkpoint_of, monkeypatch):
+    checkpoint = Checkpoint(checkpoint_of("llama", torch.float32))
+    model = LayerByLayer(checkpoint, find_targets(checkpoint)[0], "cpu", torch.float32)
+    layer, hidden = model.layers[0], [model.embed(torch.arange(20)), model.embed(torch.arange(100, 120))]
+    path, runs = f"{layer}.mlp.down_proj", []
+    with model.loaded(layer) as module:
+        stream = Stream(model, layer, module, list(hidden))
+        stream.find_ends(hidden[0])
+        module.mlp.gate_proj.register_forward_hook(lambda *_: runs.append("gate"))
+        for i in range(2):
+            with layer_pruning.watch_inputs(
+                stream.modules, [path], partial(lambda i, path, x: stream.saw(path, i, x), i)
+            ):
+                stream.run(i)
+        module.mlp.down_proj.weight.data.mul_(2)
+        expected = [stream.run(i) for i in range(2)]
+        assert len(runs) == 4
+        stream.advance()
+        assert len(runs) == 4 and all(map(torch.equal, stream.hidden, expected))
+        monkeypatch.setattr(stream_module, "KEPT_BYTES", 0)
+        stream.saw(path, 0, hidden[0])
+        stream.run(0)
+        assert len(runs) == 5
 
 
 def test_what_a_layer_took_is_freed_without_a_garbage_collector(checkpoint_of, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from tilepress.compress.layouts import converted
 from tilepress.compress.magnitude import layer_threshold, prune as prune_magnitude
 from tilepress.compress.moments import Moments, inverse_factor
 from tilepress.compress.smoothing import Group, find_groups
-from tilepress.compress.stream import Stream
+from tilepress.compress.stream import KEPT_BYTES, Stream
 from tilepress.compress.targets import Target
 from tilepress.compress.walk import PROBE_TOKENS, Visitor, compute_dtype
 from tilepress.experts import EXPERT_WEIGHT
@@ -70,6 +71,7 @@ class LayerPruner(Visitor):
             if unused:
                 raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
             in_order, modules = stages(groups), dict(module.named_modules(prefix=layer))
+            pruned.find_ends(probe)
             for number, stage in enumerate(in_order):
                 moments = self._observe(pruned, dense, in_order, number)
                 for group in stage:
@@ -111,16 +113,16 @@ class LayerPruner(Visitor):
         if cross:
             dense.settle(_linears(in_order[-1:]))
             until = dense.after(firsts[0], coming[0][0].linears[0]) if coming else None
+
+        def see(window: int, path: str, x: Tensor) -> None:
+            moments[path].add(x, path, wanted.get(path))
+            pruned.saw(path, window, x)
+
         for i in range(len(pruned.hidden)):
             if cross:
                 with watch_inputs(dense.modules, firsts, wanted.__setitem__, until):
                     dense.advance_one(i)
-            with watch_inputs(
-                pruned.modules,
-                firsts,
-                lambda path, x: moments[path].add(x, path, wanted.get(path)),
-                firsts[0] if len(firsts) == 1 else None,
-            ):
+            with watch_inputs(pruned.modules, firsts, partial(see, i), firsts[0] if len(firsts) == 1 else None):
                 pruned.run(i)
         return moments
 
@@ -232,8 +234,9 @@ def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method
     width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
     streams = 2 if dense else 1
     dtype = targets[0].dtype
-    kept = compute_dtype(dtype, "cpu").itemsize  # by a stream
-    hidden = text.nsamples * text.seqlen * width * (dtype.itemsize + kept)
+    tokens, kept = text.nsamples * text.seqlen, compute_dtype(dtype, "cpu").itemsize  # by a stream
+    hidden = tokens * width * (dtype.itemsize + kept)
+    inputs = min(KEPT_BYTES, tokens * max(t.cols for t in targets) * kept)
     squares = {"wanda": 1, "sparsegpt": 4, "admm": 6}[method] + streams
     rectangles = {"wanda": 3, "sparsegpt": 4, "admm": 9}[method]
     solver = max(4 * (squares * t.cols**2 + rectangles * t.elements) for t in targets)
@@ -241,7 +244,7 @@ def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method
         sum(4 * t.cols**2 for t in found if EXPERT_WEIGHT.match(t.name)) // 2 for found in layers.values()
     )  # two of an expert's three share an input
     window = 4 * text.seqlen * max(t.cols for t in targets) * 4
-    return streams * (layer + hidden) + 2 * outside + solver + experts + window
+    return streams * (layer + hidden) + inputs + 2 * outside + solver + experts + window
 
 
 class _Reached(Exception):

@@ -1,16 +1,20 @@
 """A model's hidden states on their way through one decoder layer, which runs over them several times.
 
 It runs for each of its inputs that is looked at, and once more for its outputs. Parts of the layer that have nothing left to prune need not run every
-time: on the CPU their outputs are kept, for as long as the layer is worked on. That takes as much memory as the hidden states; a card would rather run.
+time: on the CPU their outputs are kept, for as long as the layer is worked on. A part that ends in a linear layer need not run for that either, once that
+layer's input was looked at. Outputs take as much memory as the hidden states, inputs up to KEPT_BYTES; a card would rather run.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor, nn
 
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.formats.checkpoint import linear_shape
+
+KEPT_BYTES = 1 << 30  # of the inputs of one linear layer
 
 
 class Stream:
@@ -21,16 +25,51 @@ class Stream:
         self.modules = dict(module.named_modules(prefix=layer))
         self._settled: list[str] = []
         self._kept: dict[tuple[str, int], Tensor | tuple] = {}  # outputs of settled children, by window
+        self._ends: dict[
+            str, tuple[str, tuple | None]
+        ] = {}  # linear layer whose output is a child's: the child, what follows in its tuple
+        self._rest: dict[
+            tuple[str, int], Callable[[], Tensor | tuple]
+        ] = {}  # of a child's run, once its last input was seen; by window
+
+    @property
+    def _children(self) -> list[str]:
+        """That have linear layers. On a card none: nothing is kept there."""
+        return [
+            f"{self.layer}.{name}"
+            for name, child in self.module.named_children()
+            if self.model.device.type == "cpu" and any(linear_shape(inner) for inner in child.modules())
+        ]
 
     def settle(self, changing: set[str]) -> None:
         """From now on the layer's children without any of these linear layers give the same in every run."""
-        self._settled = [
-            f"{self.layer}.{name}"
-            for name, child in self.module.named_children()
-            if self.model.device.type == "cpu"
-            and any(linear_shape(inner) for inner in child.modules())
-            and not any(_within(path, f"{self.layer}.{name}") for path in changing)
-        ]
+        self._settled = [child for child in self._children if not any(_within(path, child) for path in changing)]
+
+    def find_ends(self, probe: Tensor) -> None:
+        """Runs the layer on hidden states to see which of its children end in a linear layer."""
+        outputs: dict[str, Tensor | tuple] = {}
+        children = self._children
+        linears = [path for path, module in self.modules.items() if linear_shape(module)]
+
+        def keeper(path: str):
+            return lambda _, __, out: outputs.__setitem__(path, out)
+
+        handles = [self.modules[path].register_forward_hook(keeper(path)) for path in {*children, *linears}]
+        self.model.run(self.layer, probe, self.module)
+        for handle in handles:
+            handle.remove()
+        for child in children:
+            out = outputs.get(child)
+            if out is not None and _is_like(out, probe):
+                first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+                last = [path for path in linears if _within(path, child) and outputs.get(path) is first]
+                self._ends |= dict.fromkeys(last, (child, rest))
+
+    def saw(self, path: str, window: int, x: Tensor) -> None:
+        """The input of a linear layer: where a child ends in it, all that the child needs to be run again for if nothing else of it changes."""
+        if path in self._ends and x.untyped_storage().nbytes() * len(self.hidden) <= KEPT_BYTES:
+            child, rest = self._ends[path]
+            self._rest[child, window] = partial(_finish, self.modules[path], x, rest)
 
     def after(self, path: str, following: str) -> str:
         """Where to stop a run that is to see the input of `path`: there, or at the `following` linear layer if a settled child is complete by then."""
@@ -45,9 +84,12 @@ class Stream:
 
     def advance_one(self, window: int) -> None:
         self.hidden[window] = self.run(window).to(self.hidden[window].dtype)
+        for child in self._settled:
+            self._kept.pop((child, window), None)
 
     def advance(self) -> None:
-        """Puts the layer's outputs in place of its inputs."""
+        """Puts the layer's outputs in place of its inputs; the layer changes no more."""
+        self.settle(set())
         for window in range(len(self.hidden)):
             self.advance_one(window)
 
@@ -65,7 +107,8 @@ class Stream:
     def _once(self, forward, key: tuple[str, int], hidden: Tensor):
         def once(*args, **kwargs):
             if key not in self._kept:
-                out = forward(*args, **kwargs)
+                finish = self._rest.pop(key, None)
+                out = forward(*args, **kwargs) if finish is None else finish()
                 if not _is_like(out, hidden):
                     return out
                 self._kept[key] = out
@@ -73,6 +116,11 @@ class Stream:
             return (out[0].clone(), *out[1:]) if isinstance(out, tuple) else out.clone()  # the layer may write into it
 
         return once
+
+
+def _finish(linear: nn.Module, x: Tensor, rest: tuple | None) -> Tensor | tuple:
+    out = linear(x)
+    return out if rest is None else (out, *rest)
 
 
 def _within(path: str, module: str) -> bool:
