@@ -22,6 +22,7 @@ from tilepress import demo, screen
 from tilepress.cli import _explain, app
 from tilepress.compress.calibration import Text
 from tilepress.compress.finish import finish
+from tilepress.compress.kv import KVRecipe
 from tilepress.compress.plan import Recipe, make_plan, open_output
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.quantize import QuantizeRecipe
@@ -162,6 +163,36 @@ def artifact(tmp_path_factory, tiny) -> Path:
     path = tmp_path_factory.mktemp("artifact") / "tiny-60"
     prune(tiny, path)
     return path
+
+
+CARD = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE_OPT = {"hidden_size": 256, "ffn_dim": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
+ALONE = {  # what an artifact is made by, one after the other
+    "tiled-csl": (lambda source, out: prune(source, out, 0.6, "tiled-csl"),),
+    "tiled-bitmap": (lambda source, out: prune(source, out, 0.6, "tiled-bitmap"),),
+    "int8": (quantize,),
+    "int8 weights": (lambda source, out: quantize(source, out, activations="none"),),
+    "dense": (),
+}
+PACKED = (lambda source, out: run_recipe(KVRecipe(few_words(4, 64)), source, out),)
+STACKED = ALONE | {f"{name}+kv4": (*steps, *PACKED) for name, steps in ALONE.items()}
+
+
+@pytest.fixture(scope="session")
+def made(checkpoint_of, tmp_path_factory):
+    """Artifacts of `STACKED`, of shapes that every kernel takes: read only."""
+    found = {}
+
+    def make(family: str, kind: str) -> Path:
+        if (family, kind) not in found:
+            path = checkpoint_of(family, **(WIDE_OPT if family == "opt" else CARD))
+            for i, step in enumerate(STACKED[kind]):
+                step(path, out := tmp_path_factory.mktemp(kind.replace(" ", "-")) / f"out-{i}")
+                path = out
+            found[family, kind] = path
+        return found[family, kind]
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ ALLOWED = {
     "compress": {"compress", "formats", "experts", "__init__"},
     "eval": {"eval", "runtime", "kernels", "formats", "compress.calibration", "compress.targets"},
     "demo": {"eval", "runtime", "compress", "formats"},
-    "hf": {"runtime"},
+    "hf": {"runtime", "formats"},
     "screen": set(),
     "sweep": {"eval", "runtime", "compress", "formats"},
     "flags": {"formats", "compress.calibration"},

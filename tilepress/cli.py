@@ -363,7 +363,7 @@ def kv(
 ) -> None:
     """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are.
 
-    Run it last: commands that change weights leave a calibration behind. `tilepress.load` then generates with the packed cache.
+    Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """
     from tilepress.compress.kv import KVRecipe
 

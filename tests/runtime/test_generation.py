@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import few_words, prune, quantize, run_recipe, with_cache
+from conftest import CARD, STACKED, prune, quantize, with_cache
 from fallbacks import FALLBACKS, refuse_all
 
 import tilepress
-from tilepress.compress.kv import KVRecipe
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.kernels import jit
@@ -198,35 +197,10 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
         Engine(tilepress.load(checkpoint_of("opt")), max_len=129)
 
 
-CARD = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE_OPT = {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
-MADE = {  # what an artifact is made by, one after the other
-    "tiled-csl": (lambda source, out: prune(source, out, 0.6, "tiled-csl"),),
-    "tiled-bitmap": (lambda source, out: prune(source, out, 0.6, "tiled-bitmap"),),
-    "int8": (quantize,),
-    "int8 weights": (lambda source, out: quantize(source, out, activations="none"),),
-    "dense": (),
-}
-PACKED = (lambda source, out: run_recipe(KVRecipe(few_words(4, 64)), source, out),)
-STACKED = {f"{name}+kv4": (*steps, *PACKED) for name, steps in MADE.items()}
-
-
-@pytest.fixture(scope="module")
-def made(checkpoint_of, tmp_path_factory):
-    def make(family: str, kind: str):
-        path = checkpoint_of(family, **(WIDE_OPT if family == "opt" else CARD))
-        for i, step in enumerate((MADE | STACKED)[kind]):
-            step(path, out := tmp_path_factory.mktemp(kind.replace(" ", "-")) / f"out-{i}")
-            path = out
-        return path
-
-    return make
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["load", "from_pretrained"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-@pytest.mark.parametrize("kind", [*MADE, *STACKED])
+@pytest.mark.parametrize("kind", STACKED)
 def test_no_fallback_runs(kind, family, how, made, monkeypatch):
     """A prompt in pieces and alone, steps, a batch with padding: by the decode loop and by transformers' generate, one after the other."""
     from transformers import AutoModelForCausalLM
@@ -235,7 +209,6 @@ def test_no_fallback_runs(kind, family, how, made, monkeypatch):
 
     path = made(family, kind)
     refuse_all(monkeypatch)
-    # The latter knows packed weights, and no calibrated cache.
     loads = how == "load"
     model = tilepress.load(path, device="cuda") if loads else AutoModelForCausalLM.from_pretrained(path).cuda().eval()
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}

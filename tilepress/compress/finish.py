@@ -13,6 +13,8 @@ from tilepress.formats import TilepressError, sparse
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 
+OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
+
 
 def finish(plan: Plan) -> dict | None:
     """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing.
@@ -148,7 +150,7 @@ def model_card(manifest: dict) -> str:
             "",
         ]
     if int8:
-        lines += [f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} `tilepress.load(DIR)` runs it.", ""]
+        lines += [f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} {OURS} runs it.", ""]
         if "report" in manifest:
             worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
             lines += [f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.", ""]
@@ -157,7 +159,7 @@ def model_card(manifest: dict) -> str:
         lines += [
             f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
             f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
-            "`tilepress.load(DIR)` generates with it; other loaders ignore it.",
+            f"{OURS} generates with it; other loaders ignore it.",
             "",
         ]
     lines += _expected(manifest)

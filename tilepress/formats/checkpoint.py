@@ -387,8 +387,8 @@ class Checkpoint:
         return tensor.t().contiguous() if packed.transposed else tensor
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """A local folder as it is, or a hub id as its downloaded snapshot. Raises UsageError if there is neither."""
+def locate(model: str, revision: str | None = None, **options) -> Path:
+    """A local folder as it is, or a hub id as its downloaded snapshot (`options` are those of huggingface_hub). Raises UsageError if there is neither."""
     path = Path(model).expanduser()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         return path
@@ -396,7 +396,7 @@ def locate(model: str, revision: str | None = None) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "*.py", "LICENSE*", "kv_cache/*"]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
     except Exception as error:
         raise UsageError(
             f"{model!r} is neither a folder nor a model that the hub answers for ({type(error).__name__})",

@@ -12,10 +12,9 @@ import torch
 from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, FORMAT_VERSION, Checkpoint, locate
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
 from tilepress.runtime import kv_cache, sharding
 from tilepress.runtime.int8 import Int8Linear
-from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.modules import SparseLinear
 from tilepress.runtime.parallel import TensorParallel
 from tilepress.runtime.plugin import METHOD, register
@@ -63,13 +62,16 @@ def load(
                 "add --trust-remote-code if you have read it",
             )
         raise UsageError(f"transformers knows no architecture {kind!r} ({folder.name})", "upgrade transformers")
-    if is_int8(checkpoint):
-        # Ours in place of the compressed-tensors package, which computes in floating point.
-        kwargs["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kwargs["config"].quantization_config = checkpoint.config["quantization_config"] | {
-            "quant_method": METHOD,
-            "format_version": FORMAT_VERSION,
-        }
+    ours, with_cache = is_int8(checkpoint), kv_calibration.CONFIG_KEY in checkpoint.config
+    if ours or with_cache:
+        config, kwargs = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, return_unused_kwargs=True, **kwargs
+        )
+        kwargs["config"] = config
+    if ours:  # in place of the compressed-tensors package, which computes in floating point
+        config.quantization_config = checkpoint.config["quantization_config"] | {"quant_method": METHOD}
+    if with_cache:  # which is put in below, or not at all; and save_pretrained does not write the calibration
+        delattr(config, kv_calibration.CONFIG_KEY)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
     try:
         with _straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
@@ -91,15 +93,8 @@ def load(
     model.eval()
     if "device_map" not in kwargs:
         model.to(device)
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            module.lay_out()
-    fuse(model)
     if calibration is not None:
         kv_cache.install(model, calibration)
-        delattr(model.config, kv_calibration.CONFIG_KEY)  # save_pretrained does not write the calibration
-    if "quantization_config" in checkpoint.config:
-        model.config.quantization_config = checkpoint.config["quantization_config"]
     return model
 
 

@@ -2,8 +2,8 @@
 
 Before the weights are read, the shards' headers tell which weights are packed and how large; their modules are replaced on the
 meta device by packed ones with the same names and exact shapes. From there the ordinary loader does everything: shards,
-device_map, tied embeddings, saving. Anything missing, unexpected or of another shape raises: a model with a random layer
-is worse than none.
+device_map, tied embeddings, saving. Once the weights are there, decoder layers of INT8 linears are merged and fused (int8_layers.py). Anything missing,
+unexpected or of another shape raises: a model with a random layer is worse than none.
 """
 
 from pathlib import Path
@@ -26,6 +26,7 @@ from tilepress.formats.checkpoint import (
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.runtime.int8 import Int8Linear
+from tilepress.runtime.int8_layers import fuse
 from tilepress.runtime.modules import SparseLinear, sparse_linear
 
 METHOD = "tilepress"
@@ -41,7 +42,8 @@ def register() -> None:
 
 
 class TilepressConfig(QuantizationConfigMixin):
-    """`quantization_config` of an artifact. Unknown keys are kept, so that an older reader does not break a newer file."""
+    """`quantization_config` of an artifact, or of INT8 that compressed-tensors or a tool of its kind wrote. Unknown keys are kept, so that an older
+    reader does not break a newer file."""
 
     def __init__(self, format_version: int = FORMAT_VERSION, value_dtypes: list[str] | None = None, **extra):
         self.quant_method = METHOD
@@ -73,13 +75,15 @@ class TilepressQuantizer(HfQuantizer):
         check_shapes(model, checkpoint)
         self._model = model  # transformers before 5.20 does not hand it to update_weight_conversions
         self._dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
-        adjust = model._adjust_missing_and_unexpected_keys
+        self._stored = checkpoint.config.get("quantization_config", config)
+        adjust, heads = model._adjust_missing_and_unexpected_keys, heads_beside(model, checkpoint)
 
         def refuse_any(loading_info):
             adjust(loading_info)
             for what in ("missing", "unexpected", "mismatched"):
                 keys = sorted(str(key) for key in getattr(loading_info, f"{what}_keys"))
-                keys = [key for key in keys if what != "unexpected" or not COMPUTED_BUFFER.search(key)]
+                if what == "unexpected":
+                    keys = [key for key in keys if key not in heads and not COMPUTED_BUFFER.search(key)]
                 if keys:
                     names = ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
                     raise TilepressError(f"{len(keys)} {what} tensors in {checkpoint.path.name}: {names}", _VERIFY)
@@ -98,7 +102,11 @@ class TilepressQuantizer(HfQuantizer):
                 problem = module.check_bounds()
                 if problem:
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
-        del self._model, self._dtypes
+            if isinstance(module, Int8Linear):
+                module.lay_out()
+        fuse(model)
+        model.config.quantization_config = self._stored  # save_pretrained writes what was read
+        del self._model, self._dtypes, self._stored
         return model
 
     def update_weight_conversions(self, weight_conversions, model=None):
@@ -138,6 +146,13 @@ def check_sizes(checkpoint: Checkpoint) -> None:
             raise TilepressError(
                 f"{file['name']} has {path.stat().st_size} bytes, {MANIFEST_NAME} declares {file['bytes']}", _VERIFY
             )
+
+
+def heads_beside(model: torch.nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Stored tensors that lie outside of a base model, where `model` is one: the head of the model that was stored."""
+    prefix = f"{model.base_model_prefix}."
+    outside = {name for name in checkpoint.tensors if not name.startswith(prefix)}
+    return outside if model.base_model is model and len(outside) < len(checkpoint.tensors) else set()
 
 
 def check_shapes(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

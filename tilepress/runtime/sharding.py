@@ -29,8 +29,8 @@ def load(
     scheme = _scheme(checkpoint)
     calibration = kv_calibration.load(checkpoint) if kv else None
     config = AutoConfig.from_pretrained(checkpoint.path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for key in ("quantization_config", kv_calibration.CONFIG_KEY):
+        config.__dict__.pop(key, None)
     dtype = _dtype(checkpoint) if dtype == "auto" else dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -42,7 +42,6 @@ def load(
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     if calibration is not None:
         kv_cache.install(model, calibration)
-        model.config.__dict__.pop(kv_calibration.CONFIG_KEY, None)
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
     return model
