@@ -283,9 +283,10 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
 @pytest.mark.parametrize("packed", [False, True], ids=["", "kv4"])
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, packed, monkeypatch):
-    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token.
+    """To 0.1 %, on the card by kernels alone; with a packed cache to 0.2 %, through its pages, half of a window at once and then token by token.
 
-    Over 25,000 tokens: codes flip with the last bit of an activation, and 1,500 tokens differ by 0.2 % between two orders of summation on one device."""
+    Over 25,000 tokens: codes flip with the last bit of an activation, and 1,500 tokens differ by 0.2 % between two orders of summation on one device.
+    Those of 4 bits weigh more."""
     path = tiny
     if kind == "int8":
         quantize(tiny, path := tmp_path / "made")
@@ -299,7 +300,7 @@ def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path,
     refuse_all(monkeypatch)
     on_card = tilepress.load(path, device="cuda")
     found = perplexity(on_card, tokenizer, protocol, kv=mode)
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=2e-3 if packed else 1e-3)
     assert not [path for path in paths(on_card, "cache" if packed else mode) if "reference" in path]
 
 
