@@ -181,7 +181,13 @@ def prune(
                 "--recover trains floating values, in one process",
                 "prune with --recover alone, then `tilepress compress quantize --activations none` for INT8 values",
             )
-        recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks)
+        if method == "magnitude" and nsamples is not None and not blocks:
+            raise UsageError(
+                "--nsamples is given, but training of the whole model takes all of the text",
+                "leave it out, or add --blocks",
+            )
+        windows = {"nsamples": text.nsamples} if blocks else {}
+        recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks, **windows)
         recipe = RecoverRecipe(recovery, recipe, trust_remote_code=how.trust_remote_code)
     if sweep:
         _sweep(checkpoint, [replace(recipe, sparsity=value) for value in sparsities], output, eval_dataset, how)
@@ -919,6 +925,8 @@ def _sweep(checkpoint, recipes: list, output: Path, dataset: str, how: Writing) 
     from tilepress.sweep import HEAD, cells, sweep as measure
 
     screen.quiet_libraries()
+    for warning in dict.fromkeys(warning for recipe in recipes for warning in recipe.warnings()):
+        say(f"warning: {warning}")
     protocol = Protocol(dataset, "gptq", default_seqlen(checkpoint.text_config))
     tokenizer = load_tokenizer(checkpoint.path, how.trust_remote_code)
     with Bar("sweep", len(recipes), how.quiet) as bar:

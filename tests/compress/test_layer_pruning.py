@@ -185,6 +185,41 @@ def test_what_ends_in_a_pruned_linear_layer_runs_from_there(checkpoint_of, monke
         assert len(runs) == 5
 
 
+def test_a_child_that_changes_its_last_output_in_place_runs_whole(checkpoint_of, monkeypatch):
+    checkpoint = Checkpoint(checkpoint_of("llama", torch.float32))
+    model = LayerByLayer(checkpoint, find_targets(checkpoint)[0], "cpu", torch.float32)
+    layer, probe = model.layers[0], model.embed(torch.arange(20))
+    with model.loaded(layer) as module:
+        stream, forward = Stream(model, layer, module, [probe]), module.mlp.forward
+        monkeypatch.setattr(module.mlp, "forward", lambda x: forward(x).add_(1.0))
+        stream.find_ends(probe)
+        assert list(stream._ends) == [f"{layer}.self_attn.o_proj"]
+
+
+def test_a_run_that_is_to_stop_at_an_expert_without_tokens(checkpoint_of, tmp_path, monkeypatch):
+    """It goes on to the layer's end, which is not yet the next one's input."""
+    source, settings = checkpoint_of("mixtral"), {"format": "dense", "method": "sparsegpt", "text": TEXT}
+    prune(source, tmp_path / "stopped", 0.5, **settings)
+    watch, passed = layer_pruning.watch_inputs, []
+
+    def without_expert(modules, paths, see, until=None):
+        passed.append(until and ".experts." in until)
+        return watch(modules, paths, see, None if passed[-1] else until)
+
+    monkeypatch.setattr(layer_pruning, "watch_inputs", without_expert)
+    prune(source, tmp_path / "whole", 0.5, **settings)
+    found = [[f for f in digest(tmp_path / name).items() if "safetensors" in f[0]] for name in ("stopped", "whole")]
+    assert any(passed) and found[0] == found[1] and len(found[0])
+
+
+@pytest.mark.parametrize("allocation", ["owl", "auto"])
+def test_too_little_text_to_allocate_by(checkpoint_of, tmp_path, allocation):
+    with pytest.raises(UsageError, match="too little text"):
+        prune(
+            checkpoint_of("llama"), tmp_path / "out", 0.5, method="wanda", text=few_words(2, 16), allocation=allocation
+        )
+
+
 def test_what_a_layer_took_is_freed_without_a_garbage_collector(checkpoint_of, tmp_path, monkeypatch):
     """A card's memory does not make Python look for cycles: layers would pile up there."""
     made = []
@@ -244,6 +279,7 @@ def test_activations_that_overflow_are_named(tiny, tmp_path):
         (("--allocation", "best", "--method", "wanda"), "--allocation best is unknown"),
         (("--method", "sparsegpt", "--damping", "0"), "--damping 0"),
         (("--nsamples", "4"), "reads no text"),
+        (("--method", "magnitude", "--recover", "2", "--nsamples", "4"), "takes all of the text"),
     ],
 )
 def test_settings_that_contradict_each_other(cli, tiny, text, tmp_path, words, message):

@@ -15,6 +15,7 @@ import torch
 
 from tilepress.compress.plan import Plan, Progress
 from tilepress.compress.targets import Target
+from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.checkpoint import read_json
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder
 OUTLIER = 5.0  # times the mean
-OWL_REACH = 0.08  # a layer's sparsity is at most so far from the whole's, as in the paper
+OWL_REACH = 0.08  # half of what lies between the least and the most of layers, as in the paper
 AUTO_REACH = 0.12  # a weight's
 CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss is known
 
@@ -46,9 +47,14 @@ def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress)
         total = recipe.count(sum(target.elements for target in targets))
         sparsities, facts = {target.name: sparsity for target in targets}, {}
         if recipe.allocation != "uniform":
-            from tilepress.compress.survey import survey
+            from tilepress.compress.survey import FEW_TOKENS, survey
 
             weights = survey(plan, recipe, device, progress)
+            if not weights:
+                raise UsageError(
+                    f"--allocation {recipe.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
+                    "give more text, or --allocation uniform",
+                )
             lay_out = by_outliers if recipe.allocation == "owl" else by_sensitivity
             chosen = lay_out(weights, {t.name: t.elements for t in targets if t.name in weights}, sparsity)
             sparsities |= chosen
@@ -63,7 +69,7 @@ def read_allocation(plan: Plan) -> Allocation:
 
 
 def by_outliers(weights: dict[str, dict], elements: dict[str, int], sparsity: float) -> dict[str, float]:
-    """OWL's sparsity of each weight: linear in its layer's share of outliers, at most OWL_REACH from the mean, which is `sparsity`.
+    """OWL's sparsity of each weight: linear in its layer's share of outliers, two OWL_REACH from the least to the most; the mean is `sparsity`.
 
     `weights`: {name: {"layer": …, "outliers": …}}."""
     size, outliers = {}, {}

@@ -121,7 +121,8 @@ class LayerPruner(Visitor):
         for i in range(len(pruned.hidden)):
             if cross:
                 with watch_inputs(dense.modules, firsts, wanted.__setitem__, until):
-                    dense.advance_one(i)
+                    # A run that is to stop may not: an expert that gets no token of the window does not run.
+                    (dense.run if until else dense.advance_one)(i)
             with watch_inputs(pruned.modules, firsts, partial(see, i), firsts[0] if len(firsts) == 1 else None):
                 pruned.run(i)
         return moments
@@ -137,12 +138,15 @@ class LayerPruner(Visitor):
     ) -> None:
         """Prunes the linear layers of one input, in place."""
         few = moments.tokens < FEW_TOKENS
-        solver = None if few else Solver(self.settings.method, moments, self.settings.damping, self.settings.catch_up)
+        settings = self.settings
+        solver = (
+            None if few else Solver(settings.method, moments, settings.damping, settings.catch_up, group.linears[0])
+        )
         for path in group.linears:
             name, module = names[path], modules[path]
             weight = module.weight.detach()
             weight = (weight.t() if linear_shape(module)[2] else weight).contiguous()
-            zeros = self.settings.zeros[name]
+            zeros = settings.zeros[name]
             if few:
                 pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
                 found["warnings"].append(f"{name} saw only {moments.tokens} tokens: pruned by magnitude")
@@ -152,7 +156,7 @@ class LayerPruner(Visitor):
             pruned = rounded(pruned, self.dtype, name)
             _put(module, pruned)
             tensors[name] = pruned.cpu().contiguous()
-            method = "magnitude" if few else self.settings.method
+            method = "magnitude" if few else settings.method
             found["pruned"].append(
                 {
                     "name": name,
@@ -168,11 +172,11 @@ class LayerPruner(Visitor):
 class Solver:
     """Prunes the weights that read one input."""
 
-    def __init__(self, method: str, moments: Moments, damping: float, catch_up: float):
+    def __init__(self, method: str, moments: Moments, damping: float, catch_up: float, name: str = "the matrix"):
         self.method, self.moments, self.damping, self.catch_up = method, moments, damping, catch_up
         if method != "wanda":
             self.hessian = moments.hessian(damping)
-            self.inverse = inverse_factor(self.hessian)
+            self.inverse = inverse_factor(self.hessian, f"the input of {name}")
 
     def prune(self, weight: Tensor, zeros: int) -> tuple[Tensor, float]:
         """The weight [out, in] float32 pruned, and the error of its outputs relative to those of the unpruned one, on the same inputs."""
@@ -186,7 +190,8 @@ class Solver:
             solve = sparsegpt.prune if self.method == "sparsegpt" else admm.prune
             pruned = solve(target, hessian, zeros, stay, inverse=self.inverse)
         whole = admm.error(weight, hessian, torch.zeros_like(weight))
-        return pruned, (admm.error(weight, hessian, pruned) / whole) ** 0.5 if whole else 0.0
+        left = max(admm.error(weight, hessian, pruned), 0.0)
+        return pruned, (left / whole) ** 0.5 if whole > 0 else 0.0
 
 
 def stages(groups: list[Group]) -> list[list[Group]]:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from tilepress.compress.layerwise import LayerByLayer
@@ -47,23 +48,30 @@ class Stream:
 
     def find_ends(self, probe: Tensor) -> None:
         """Runs the layer on hidden states to see which of its children end in a linear layer."""
-        outputs: dict[str, Tensor | tuple] = {}
         children = self._children
-        linears = [path for path, module in self.modules.items() if linear_shape(module)]
+        linears = [path for path, module in self.modules.items() if linear_shape(module)] if children else []
+        calls: dict[str, list[tuple]] = {path: [] for path in {*children, *linears}}
 
         def keeper(path: str):
-            return lambda _, __, out: outputs.__setitem__(path, out)
+            return lambda _, args, out: calls[path].append((args, out))
 
-        handles = [self.modules[path].register_forward_hook(keeper(path)) for path in {*children, *linears}]
-        self.model.run(self.layer, probe, self.module)
-        for handle in handles:
-            handle.remove()
-        for child in children:
-            out = outputs.get(child)
-            if out is not None and _is_like(out, probe):
-                first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
-                last = [path for path in linears if _within(path, child) and outputs.get(path) is first]
-                self._ends |= dict.fromkeys(last, (child, rest))
+        handles = [self.modules[path].register_forward_hook(keeper(path)) for path in calls]
+        try:
+            self.model.run(self.layer, probe, self.module)
+        finally:
+            for handle in handles:
+                handle.remove()
+        once = {path: found[0] for path, found in calls.items() if len(found) == 1}
+        for child in set(children) & set(once):
+            out = once[child][1]
+            if not _is_like(out, probe):
+                continue
+            first, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+            for path in set(linears) & set(once):
+                (x, *_), last = once[path]
+                # Equal too: what the child did to it in place afterwards would be missing.
+                if _within(path, child) and last is first and torch.equal(self.modules[path](x), first):
+                    self._ends[path] = child, rest
 
     def saw(self, path: str, window: int, x: Tensor) -> None:
         """The input of a linear layer: where a child ends in it, all that the child needs to be run again for if nothing else of it changes."""
