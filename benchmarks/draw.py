@@ -53,18 +53,8 @@ def plot(series: Series, across: str, up: str, line: float | None = None, joined
 
 
 def end_to_end() -> str:
-    columns = [
-        "model",
-        "artifact",
-        "cards",
-        "sequences",
-        "context",
-        "tokens/s",
-        "of a card",
-        "ms a token",
-        "first token, ms",
-    ]
-    columns += ["GiB of a card at most", "tokens per GPU-second of dense"]
+    columns = "model, artifact, cards, sequences, context, tokens/s, of a card, ms a token, ms to the first, GiB of a card at most, "
+    columns = (columns + "tokens per GPU-second of dense").split(", ")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows("end_to_end"):
         speedup = "1" if row["is_base"] else f"{row['speedup']:.2f}" if "speedup" in row else ""

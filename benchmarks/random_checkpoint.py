@@ -1,7 +1,7 @@
 """Writes a random checkpoint of a well-known shape, and text of random tokens beside it: to time on a card what reads a checkpoint, where there is none.
 
-    python benchmarks/random_checkpoint.py llama-3-8b /tmp/llama-3-8b --device cuda
-    tilepress compress prune /tmp/llama-3-8b -o /tmp/pruned --sparsity 0.6 --method sparsegpt --device cuda --dataset /tmp/llama-3-8b.jsonl
+    python benchmarks/random_checkpoint.py llama-3-8b random-8b --device cuda
+    tilepress compress prune random-8b -o pruned --sparsity 0.6 --method sparsegpt --device cuda --dataset random-8b.jsonl
 
 Shapes are those of `tilepress demo --shape`. A token is a number, and a text is numbers; nothing is to be learned from them but how long things take.
 """

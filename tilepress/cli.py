@@ -186,8 +186,7 @@ def prune(
                 "--nsamples is given, but training of the whole model takes all of the text",
                 "leave it out, or add --blocks",
             )
-        windows = {"nsamples": text.nsamples} if blocks else {}
-        recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks, **windows)
+        recovery = Recovery(recover, text.dataset, text.seqlen, seed, blocks=blocks, nsamples=text.nsamples)
         recipe = RecoverRecipe(recovery, recipe, trust_remote_code=how.trust_remote_code)
     if sweep:
         _sweep(checkpoint, [replace(recipe, sparsity=value) for value in sparsities], output, eval_dataset, how)

@@ -6,7 +6,7 @@ ones before them make of the text, and the next layer gets the pruned layer's ou
 stream of hidden states, the dense model's, tells what its outputs should have been. Memory is the embeddings, two copies of a layer, the moments of
 one input (of all experts' at once), the
 solver's matrices, and the hidden states of all windows in the model's dtype, with `catch_up` twice; all of it on the device, and on a CPU as much as the
-hidden states once more (stream.py).
+hidden states once more, and some layers' inputs (stream.py).
 """
 
 import copy

@@ -26,12 +26,10 @@ class Stream:
         self.modules = dict(module.named_modules(prefix=layer))
         self._settled: list[str] = []
         self._kept: dict[tuple[str, int], Tensor | tuple] = {}  # outputs of settled children, by window
-        self._ends: dict[
-            str, tuple[str, tuple | None]
-        ] = {}  # linear layer whose output is a child's: the child, what follows in its tuple
-        self._rest: dict[
-            tuple[str, int], Callable[[], Tensor | tuple]
-        ] = {}  # of a child's run, once its last input was seen; by window
+        # Of a linear layer whose output is a child's: the child, and what follows in its tuple.
+        self._ends: dict[str, tuple[str, tuple | None]] = {}
+        # What is left of a child's run once that linear layer's input was seen, by window.
+        self._rest: dict[tuple[str, int], Callable[[], Tensor | tuple]] = {}
 
     @property
     def _children(self) -> list[str]:
@@ -49,7 +47,9 @@ class Stream:
     def find_ends(self, probe: Tensor) -> None:
         """Runs the layer on hidden states to see which of its children end in a linear layer."""
         children = self._children
-        linears = [path for path, module in self.modules.items() if linear_shape(module)] if children else []
+        if not children:
+            return
+        linears = [path for path, module in self.modules.items() if linear_shape(module)]
         calls: dict[str, list[tuple]] = {path: [] for path in {*children, *linears}}
 
         def keeper(path: str):

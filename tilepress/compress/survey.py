@@ -104,9 +104,8 @@ def _describe(group: Group, norms: Tensor, modules: dict, names: dict[str, str],
         weight = modules[path].weight.detach().float()
         scores = (weight.t() if linear_shape(modules[path])[2] else weight).abs() * norms
         ends = [round(part * (scores.numel() - 1)) + 1 for part in CURVE]
-        pieces = (
-            scores.square().flatten().sort().values.tensor_split(ends)[:-1]
-        )  # a card's cumsum is not always the same
+        # Sums of pieces: a card's cumsum is not the same every time.
+        pieces = scores.square().flatten().sort().values.tensor_split(ends)[:-1]
         losses = accumulate(float(piece.sum(dtype=torch.float64)) for piece in pieces)
         found[names[path]] = {
             "layer": layer,
