@@ -95,27 +95,21 @@ def driver(monkeypatch):
 
 
 def test_what_the_driver_gets(driver):
-    class Value:
-        def getPtr(self):
-            return ctypes.addressof(number)
-
-    number = ctypes.c_ulonglong(99)
+    by_value = [jit.ByValue.of(torch.tensor([number])) for number in (99, 98)]
     kernel, device = jit.Kernel("k", "", 96, 5000, overlaps=True), torch.device("cuda", 0)
-    kernel(device, 12, 2**63 + 1, jit.TensorMap(Value()), 3)
-    other = ctypes.c_ulonglong(98)
-    number = other
-    kernel(device, 13, 7, jit.TensorMap(Value()), 0)
+    kernel(device, 12, 2**63 + 1, by_value[0], 3)
+    kernel(device, 13, 7, by_value[1], 0)
     assert driver == [
         (70, (12, 1, 1), (96, 1, 1), 5000, 1000, [6], [2**63 + 1, 99, 3], None),
         (70, (13, 1, 1), (96, 1, 1), 5000, 1000, [6], [7, 98, 0], None),
     ]
-    kernel(torch.device("cuda", 1), 14, 7, jit.TensorMap(Value()), 0)
-    kernel(device, 15, 8, jit.TensorMap(Value()), 0)
+    kernel(torch.device("cuda", 1), 14, 7, by_value[1], 0)
+    kernel(device, 15, 8, by_value[1], 0)
     assert driver[2:] == [
         (71, (14, 1, 1), (96, 1, 1), 5000, 1001, [6], [7, 98, 0], None),
         (70, (15, 1, 1), (96, 1, 1), 5000, 1000, [6], [8, 98, 0], None),
     ]
-    kernel(torch.device("cuda", 2), 16, 9, jit.TensorMap(Value()), 0)  # that knows no programmatic launch
+    kernel(torch.device("cuda", 2), 16, 9, by_value[1], 0)  # that knows no programmatic launch
     assert driver[4:] == [(72, (16, 1, 1), (96, 1, 1), 5000, 1002, [], [9, 98, 0], None)]
 
 

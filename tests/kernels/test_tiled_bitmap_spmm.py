@@ -261,9 +261,8 @@ def test_few_blocks_use_their_slots_again_and_again(monkeypatch, grid, columns, 
 
             monkeypatch.setattr(tiled_bitmap_spmm, "_planned", planned)
             facts = tiled_bitmap_spmm._facts(args[2], 132)
-            sizes = (args[2][1:] - args[2][:-1]).cpu()
             size = max(walks, grid // walks * walks)
-            facts.cuts[size] = packed_ops.equal_shares(sizes, size).to("cuda")
+            facts.cuts[size] = packed_ops.cuts_of(args[2], 0, size)
             monkeypatch.setattr(tiled_bitmap_spmm, "_facts_of", lambda *a, facts=facts: facts)
             found = ops.tiled_bitmap_spmm(*args)
             assert_right(found, args, weight)

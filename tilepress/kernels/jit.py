@@ -170,7 +170,7 @@ class _Launch:
         values = (ctypes.c_ulonglong * count)()
         start = ctypes.addressof(values)
         self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
-        self.maps = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
+        self.by_value = [i for i, arg in enumerate(args) if isinstance(arg, ByValue)]
         config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
         config.attributes, self.overlaps = ctypes.pointer(_SERIALIZE), overlaps
         self.grid, self.stream, self.num_attributes = (
@@ -202,8 +202,8 @@ class Kernel:
     _local: threading.local = field(default_factory=threading.local)
     _libraries: list = field(default_factory=list)
 
-    def __call__(self, device: torch.device, grid: int, *args: "int | TensorMap", alone: bool = False) -> None:
-        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses and `float_bits` too) and tensor maps, in order.
+    def __call__(self, device: torch.device, grid: int, *args: "int | ByValue", alone: bool = False) -> None:
+        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses and `float_bits` too) and structures, in order.
         `alone`: not before earlier kernels have ended.
 
         Raises TilepressError with the compiler's log, or naming the driver's error."""
@@ -212,7 +212,7 @@ class Kernel:
         if launch is None:
             launch = self._local.__dict__[index] = self._first_launch(device, args)
         launch.pack(*args)
-        for i in launch.maps:
+        for i in launch.by_value:
             launch.pointers[i] = args[i].address
         launch.grid.value, launch.num_attributes.value = grid, launch.overlaps and not alone
         launch.stream.value = torch._C._cuda_getCurrentRawStream(index)
@@ -290,20 +290,24 @@ def float_bits(value: float) -> int:
     return struct.unpack("I", struct.pack("f", value))[0]
 
 
-class TensorMap:
-    """A CUtensorMap: how the copy engine finds boxes of a matrix in memory."""
+class ByValue:
+    """A structure among a launch's arguments: a copy of it goes to the card with the launch."""
 
-    def __init__(self, value):
-        self._value = value  # keeps the memory that `address` points to
-        self.address = value.getPtr()
+    def __init__(self, owner, address: int):
+        self.owner, self.address = owner, address  # `owner` keeps the memory
 
     def __index__(self) -> int:  # among a launch's integers, where it is not read
         return 0
 
+    @classmethod
+    def of(cls, array: Tensor) -> "ByValue":
+        """A contiguous tensor on the CPU. All arguments of a launch together are less than 4 KiB."""
+        return cls(array, array.data_ptr())
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Of an int8 or 16-bit matrix [rows, columns], contiguous rows, 16-byte aligned: boxes with 128-byte swizzle, zeros beyond the edges. Kept for
-    matrices at the same address."""
+
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ByValue:
+    """A CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges: of an int8 or 16-bit
+    matrix [rows, columns], contiguous rows, 16-byte aligned. Kept for matrices at the same address."""
     rows, columns = matrix.shape
     address, device = matrix.data_ptr(), matrix.device.index
     stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything
@@ -313,7 +317,7 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
 @functools.lru_cache(maxsize=4096)
 def _tensor_map(
     address: int, device: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
-) -> TensorMap:
+) -> ByValue:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -325,23 +329,22 @@ def _tensor_map(
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[dtype]
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-    return TensorMap(
-        _checked(
-            driver.cuTensorMapEncodeTiled(
-                kind,
-                2,
-                address,
-                [wide(columns), wide(rows)],
-                [wide(dtype.itemsize * stride)],
-                [narrow(box_columns), narrow(box_rows)],
-                [narrow(1), narrow(1)],
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
+    found = _checked(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            2,
+            address,
+            [wide(columns), wide(rows)],
+            [wide(dtype.itemsize * stride)],
+            [narrow(box_columns), narrow(box_rows)],
+            [narrow(1), narrow(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
+    return ByValue(found, found.getPtr())
 
 
 def _checked(result: tuple):

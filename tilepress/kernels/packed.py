@@ -41,8 +41,8 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class PerWeight(Generic[Made]):
-    """What `make(offsets, blocks)` works out for a weight where it is first multiplied; it waits for the device, and that lets kernels read words,
-    offsets and what was made before the kernels ahead of them have ended."""
+    """What `make(offsets, blocks)` works out for a weight where it is first multiplied; it waits for the device, and that lets kernels read words and
+    offsets before the kernels ahead of them have ended."""
 
     def __init__(self, make: Callable[[Tensor, int], Made]):
         self._make, self._made = make, WeakIdKeyDictionary()
@@ -61,12 +61,14 @@ class PerWeight(Generic[Made]):
         return made
 
 
-def equal_shares(costs: Tensor, parts: int) -> Tensor:
-    """Of tiles with these costs [tiles]: where the runs begin that `parts` blocks take, int32 [parts + 1], on the costs' device."""
-    ends = torch.cumsum(costs.long(), 0)
+def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:
+    """Where the runs of tiles begin that `parts` blocks take, equal in bytes and `tile_cost` a tile, in 16 bytes: int32 [parts + 1, 2], tiles and their
+    offsets, from offsets int32 [tiles + 1], on their device."""
+    ends = torch.cumsum((offsets[1:] - offsets[:-1] + tile_cost).long(), 0)
     inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts, device=ends.device) // parts) + 1
-    edges = torch.tensor([0]), inner.clamp(max=len(ends)).cpu(), torch.tensor([len(ends)])
-    return torch.cat(edges).to(costs.device, torch.int32)
+    tiles = torch.nn.functional.pad(inner.clamp(max=len(ends)), (1, 0))
+    tiles = torch.cat([tiles, tiles.new_tensor([len(ends)])])
+    return torch.stack([tiles, offsets[tiles]], 1).int()
 
 
 def multiply_decoded(

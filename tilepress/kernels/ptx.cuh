@@ -20,6 +20,11 @@ __device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  /
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok));
 }
+// Waits for a word from global memory. The compiler counts the loads of a loop together, so a use of one waits for all that have been asked for: wait for
+// what is needed next, and only then ask for more.
+__device__ __forceinline__ void arrived(u32 word) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p nanosleep.u32 0;}" ::"r"(word) : "memory");
+}
 __device__ __forceinline__ void stg64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
 __device__ __forceinline__ void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -76,6 +81,9 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(again ? 0x1000000000000000ull : 0x12F0000000000000ull) : "memory");
 }
+// Ahead of their use, of a TMA's map, and of bytes to the L2 cache: a multiple of 16, aligned to 16.
+__device__ __forceinline__ void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // stores before it are seen by wgmma and copies
 
 // Clusters of blocks

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
 from tilepress.kernels import jit, library, ptx, split_sum
-from tilepress.kernels.packed import PerWeight, aligned, check_arguments, equal_shares, multiply_decoded
+from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_bitmap_decode import macros, tiled_bitmap_decode
 
 library.define(
@@ -129,10 +129,10 @@ class _Facts(NamedTuple):
 
 
 def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
-    sizes = (offsets[1:] - offsets[:-1]).cpu()
+    here = offsets.cpu()
+    largest = -(-int((here[1:] - here[:-1]).max()) // 8) * 128
     grids = [multiprocessors * count for count in range(1, _MOST_BLOCKS + 1)]
-    largest = -(-int(sizes.max()) // 8) * 128
-    return _Facts(largest, {grid: equal_shares(sizes + _TILE_COST, grid).to(offsets.device) for grid in grids})
+    return _Facts(largest, {grid: cuts_of(here, _TILE_COST, grid).to(offsets.device) for grid in grids})
 
 
 _facts_of = PerWeight(_facts)

@@ -11,15 +11,16 @@
 // A window is emptied by storing zeros to where the last tile was scattered (UNSCATTER), or filled with zeros. TEAM warps share a window. With one
 // consumer x has a slot beside each window and is handed over with it; two consumers, for more columns of y, get x from slots of its own.
 //
-// W is walked through once for every NT columns of y. Of all these tiles a block takes cuts[b] .. cuts[b + 1], equal shares of bytes, or, without
-// cuts, of tiles; sums that blocks share are those of split_sum.cuh.
+// W is walked through once for every NT columns of y. Of all these tiles a block takes equal shares: with one consumer, where NT columns are all, of
+// bytes, by cuts (split_sum.cuh), else of tiles; sums that blocks share are those of split_sum.cuh.
 //
-// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running.
+// Words and offsets are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running. A block's
+// first words are on their way to the L2 cache before their offsets are known.
 // A block takes up to 227 KB of shared memory and, with its warps, all registers.
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of words that a lane's registers
 // take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 | 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many
-// as all warps have; BF16 0 | 1. wgmma() of NT / PIECES columns (with SWAP 128) comes from kernels/ptx.py.
+// as all warps have; GRID: its blocks; BF16 0 | 1. wgmma() of NT / PIECES columns (with SWAP 128) comes from kernels/ptx.py.
 
 #include "tiled_csl.cuh"
 #include "split_sum.cuh"
@@ -47,6 +48,13 @@
 #define BARS_AT (X_AT + X_SLOTS * X_BYTES)
 enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER + CONSUMERS };   // named barriers, the last two the first of several
 
+#if OWN_X
+#define CUTS_PARAMETER
+#else
+struct Cuts { Cut at[GRID + 1]; };           // among a launch's arguments, which are there when a block begins
+#define CUTS_PARAMETER const __grid_constant__ Cuts cuts,
+#endif
+
 struct Run {  // a block's tiles, numbered through all passes over W
   int begin, end, k_blocks, tiles_of_w;
 };
@@ -70,7 +78,8 @@ struct Stream {
     const int t = from + threadIdx.x % 32;
     begin = stop = 0;
     if (t < tiles) {
-      const int* o = offsets + (first_tile - t * WINDOWS) % tiles_of_w;
+      const int number = first_tile - t * WINDOWS;
+      const int* o = offsets + (OWN_X ? number % tiles_of_w : number);
       begin = __ldg(o); stop = __ldg(o + 1);
       const int share = (stop - begin + 32 * TEAM - 1) / (32 * TEAM) * 32;   // of each member of the team, in whole steps
       begin = min(begin + rank * share, stop); stop = min(begin + share, stop);
@@ -95,12 +104,14 @@ struct Stream {
   }
 };
 
+__device__ __forceinline__ void bars_ready() { bar_sync(0, WARPS * 32); }     // each warp waits for it once
+
 __device__ __forceinline__ void fill_with_zeros(u32 window, int lane, int rank, int team) {
 #pragma unroll
   for (int i = rank; i < TILE_BYTES / 512; i += team) sts_zero(window + (i * 32 + lane) * 16);
 }
 
-// Scatters every WINDOWS-th tile of the run. While a chunk is scattered the next one is on its way, and two are before the first window is zeroed.
+// Scatters every WINDOWS-th tile of the run. While a chunk is scattered the next one is on its way.
 __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u32 empty, int team, int lane) {
   uint4 even[GROUPS], odd[GROUPS];
   int held = -1;            // 16-byte words of the last tile, whose places `hold` has; -1: it has not
@@ -124,11 +135,14 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
     }
   };
   stream.start();
-  Chunk first = stream.next(), second = stream.next();     // empty behind the last tile
+  Chunk first = stream.next(), second;                     // empty behind the last tile
   load(even, first);
-  load(odd, second);
   fill_with_zeros(window, lane, stream.rank, TEAM);
-  const auto step = [&](uint4 (&q)[GROUPS], Chunk& now) {
+  bars_ready();
+  const auto step = [&](const uint4 (&q)[GROUPS], const Chunk& now, uint4 (&others)[GROUPS], Chunk& next) {
+    arrived(q[0].x);
+    next = stream.next();
+    load(others, next);
     if (now.first) {
       if (t) empty_window();
       if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
@@ -149,13 +163,11 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
       if (elect()) arrive(full);
       ++t;
     }
-    now = stream.next();
-    load(q, now);
   };
   while (true) {
-    step(even, first);
+    step(even, first, odd, second);
     if (t == stream.tiles) break;
-    step(odd, second);
+    step(odd, second, even, first);
     if (t == stream.tiles) break;
   }
 }
@@ -212,8 +224,8 @@ __device__ __forceinline__ void multiply(float (&acc)[ACC], u64 w, u64 x) {
   wgmma_commit();
 }
 
-__device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, const Parts& parts, const int* cuts, const u16* bias,
-                                        u16* y, int n, int m) {
+template <class F> __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, const Parts& parts, F cut, const u16* bias,
+                                                           u16* y, int n, int m) {
   const int consumer = parts.mine, thread = threadIdx.x & 127, lane = thread & 31;
   int slot = 0, x_slot = 0;
   u32 phase = 0, x_phase = 0;
@@ -243,7 +255,7 @@ __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots
     wgmma_wait<0>();
     give_back();
     if (has_end) {
-      if (stop > start) parts.add(acc, start, blockIdx.x, [=](int b) { return cuts[b]; }, CONSUMER_BARRIER + consumer);
+      if (stop > start) parts.add(acc, start, blockIdx.x, cut, CONSUMER_BARRIER + consumer);
       const int column = start / run.tiles_of_w * NT, row = start % run.tiles_of_w / run.k_blocks * ROWS + consumer * (M64 * 64);
       write(acc, row, bias, y + (u64)column * m, n - column, m, thread);
     } else {
@@ -259,30 +271,36 @@ __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, const __grid_constant__ TensorMap x, const u16* bias, u16* y,
-               float* sums, u64* left, u64 ticket, int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
+tiled_csl_spmm(const uint4* words, const int* offsets, CUTS_PARAMETER const __grid_constant__ TensorMap x, const u16* bias, u16* y, float* sums, u64* left, u64 ticket,
+               int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   Bars bars;
   bars.full = base + BARS_AT; bars.empty = bars.full + 8 * WINDOWS;
   bars.x_full = OWN_X ? bars.empty + 8 * WINDOWS : bars.full; bars.x_empty = OWN_X ? bars.x_full + 8 * X_SLOTS : bars.empty;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
-  int* cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + OWN_X * X_SLOTS));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)
-    cuts[i] = all_cuts ? __ldg(all_cuts + i) : i * (all_tiles / gridDim.x) + min(i, all_tiles % gridDim.x);
+#if OWN_X
+  int* const cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + X_SLOTS));       // in shared memory, to spare consumers registers
+  const auto equal = [=](int b) { return b * (all_tiles / GRID) + min(b, all_tiles % GRID); };
+  const auto cut = [=](int b) { return cuts[b]; };
+  for (int b = threadIdx.x; b <= GRID; b += WARPS * 32) cuts[b] = equal(b);
+#else
+  const auto equal = [&](int b) { return cuts.at[b].tile; };
+  const auto& cut = equal;
+#endif
   launch_dependents();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < WINDOWS; ++i) { bar_init(bars.full + 8 * i, TEAM + !OWN_X); bar_init(bars.empty + 8 * i, 4 * CONSUMERS); }
-    for (int i = 0; i < OWN_X * X_SLOTS; ++i) { bar_init(bars.x_full + 8 * i, 1); bar_init(bars.x_empty + 8 * i, 4 * CONSUMERS); }
-    fence_bar_init();
-  }
-  __syncthreads();
-  const Run run = {cuts[blockIdx.x], cuts[blockIdx.x + 1], k_blocks, tiles_of_w};
+  const Run run = {equal(blockIdx.x), equal(blockIdx.x + 1), k_blocks, tiles_of_w};
   const Parts parts = {sums, left, ticket, CONSUMERS, warp < FIRST_PRODUCER ? warp / 4 : 0};
   if (warp < FIRST_PRODUCER) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < WINDOWS; ++i) { bar_init(bars.full + 8 * i, TEAM + !OWN_X); bar_init(bars.empty + 8 * i, 4 * CONSUMERS); }
+      for (int i = 0; i < OWN_X * X_SLOTS; ++i) { bar_init(bars.x_full + 8 * i, 1); bar_init(bars.x_empty + 8 * i, 4 * CONSUMERS); }
+      fence_bar_init();
+    }
+    bars_ready();
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid();
-    consume(run, base, base + X_AT, bars, parts, cuts, bias, y, n, m);
+    consume(run, base, base + X_AT, bars, parts, cut, bias, y, n, m);
     return;
   }
   give_registers<PRODUCER_REGISTERS>();
@@ -292,7 +310,18 @@ tiled_csl_spmm(const uint4* words, const int* offsets, const int* all_cuts, cons
     stream.words = words; stream.offsets = offsets;
     stream.tiles = tiles; stream.first_tile = run.end - 1 - window; stream.tiles_of_w = tiles_of_w; stream.rank = p % TEAM;
     if (tiles > 0) produce(stream, base + window * WINDOW, bars.full + 8 * window, bars.empty + 8 * window, TEAM_BARRIER + window, lane);
-  } else if (warp == LOADER) {
+    else bars_ready();
+    return;
+  }
+  if (warp == LOADER && lane == 0) {
+#if !OWN_X
+    const int words_end = cuts.at[blockIdx.x + 1].word, ahead = min(words_end - cuts.at[blockIdx.x].word, WINDOWS * TEAM * CHUNK16);
+    if (ahead) prefetch_bytes(words + words_end - ahead, ahead * 16);
+#endif
+    prefetch_map(&x);
+  }
+  bars_ready();
+  if (warp == LOADER) {
     if (lane == 0) {
       wait_for_grid();
       load_x(&x, run, base + X_AT, bars);

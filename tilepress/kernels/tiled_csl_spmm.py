@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from tilepress.formats import tiled_csl
 from tilepress.kernels import jit, library, ptx, split_sum, tiled_csl_mma
-from tilepress.kernels.packed import PerWeight, aligned, check_arguments, equal_shares, multiply_decoded
+from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
@@ -71,13 +71,14 @@ class Configuration:
         warps = 4 * self.consumers + self.windows * self.team
         return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
-    def shared_bytes(self, blocks: int) -> int:
-        """Of a block, for a grid of so many."""
+    def shared_bytes(self, grid: int) -> int:
+        """Of a block, in a launch of so many."""
         bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
-        return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * (blocks + 1)
+        cuts = grid + 1 if self.consumers == 2 else 0
+        return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * cuts
 
-    @property
-    def source(self) -> str:
+    def source(self, grid: int) -> str:
+        """For a launch of so many blocks."""
         macros = {
             "NT": self.columns,
             "CONSUMERS": self.consumers,
@@ -89,6 +90,7 @@ class Configuration:
             "UNSCATTER": int(self.unscatter),
             "CONSUMER_REGISTERS": self.registers[0],
             "PRODUCER_REGISTERS": self.registers[1],
+            "GRID": grid,
             "BF16": int(self.bfloat16),
         }
         columns = 128 if self.swap else self.columns if self.columns <= 192 else self.columns // 2
@@ -108,10 +110,11 @@ _FEW = (
     _Choice(2048, 10, 1, 2048, True),
     _Choice(3584, 8, 1, 3584, True),
     _Choice(7168, 7, 2, 3584, True),
-    _Choice(11264, 5, 2, 5632, True),
+    _Choice(10240, 5, 2, 5120, True),
     _Choice(14336, 7, 2, 3584, False),
-    _Choice(math.inf, 7, 2, 4096, False),
+    _Choice(math.inf, 6, 3, 3072, False),
 )
+_32 = (*_FEW[:2], _Choice(7168, 6, 3, 2560, True), *_FEW[3:])
 _SWAPPED = (
     _Choice(2048, 7, 1, 2048, True),
     _Choice(3584, 7, 1, 3584, True),
@@ -119,8 +122,9 @@ _SWAPPED = (
     _Choice(11264, 5, 2, 5120, True),
     _Choice(math.inf, 6, 2, 3584, False),
 )
-_MANY = (_Choice(3584, 7, 1, 3584, True), _Choice(math.inf, 7, 1, 3584, False))
-_TABLE = {8: _FEW, 16: _FEW, 32: _FEW, 64: _SWAPPED, 96: _MANY, 128: _MANY, 160: _MANY, 192: _MANY[1:], 256: _MANY[1:]}
+_MANY = (_Choice(3584, 7, 1, 3584, True), _Choice(7168, 7, 1, 3584, False), _Choice(math.inf, 7, 1, 4608, False))
+_MOST = (_Choice(math.inf, 7, 1, 3584, False),)
+_TABLE = {8: _FEW, 16: _FEW, 32: _32, 64: _SWAPPED, 96: _MANY, 128: _MANY, 160: _MANY, 192: _MOST, 256: _MOST}
 _X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
@@ -148,12 +152,12 @@ def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
 
 
 def make_cuts(offsets: Tensor, parts: int) -> Tensor:
-    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1], on the offsets' device. Waits for the
-    device."""
-    return equal_shares((offsets[1:] - offsets[:-1]).cpu() + _TILE_COST, parts).to(offsets.device)
+    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1, 2] on the CPU, tiles and their offsets. Waits
+    for the device."""
+    return cuts_of(offsets.cpu(), _TILE_COST, parts)
 
 
-_cuts_of = PerWeight(make_cuts)
+_cuts_of = PerWeight(lambda offsets, parts: jit.ByValue.of(make_cuts(offsets, parts)))
 
 
 def blocks(device: torch.device) -> int:
@@ -163,7 +167,7 @@ def blocks(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
-    return jit.Kernel("tiled_csl_spmm", chosen.source, chosen.threads, chosen.shared_bytes(grid), overlaps=True)
+    return jit.Kernel("tiled_csl_spmm", chosen.source(grid), chosen.threads, chosen.shared_bytes(grid), overlaps=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,7 +215,8 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    cuts = _cuts_of(packed.words, packed.offsets, grid)
+    # With two consumers blocks get equal numbers of tiles.
+    cuts = [_cuts_of(packed.words, packed.offsets, grid)] if chosen.consumers == 1 else []
     _memory, sums, left, ticket = split_sum.scratch(
         x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns
     )
@@ -221,7 +226,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
         grid,
         packed.words.data_ptr(),
         packed.offsets.data_ptr(),
-        cuts.data_ptr() if chosen.consumers == 1 else 0,  # 0: equal numbers of tiles
+        *cuts,
         jit.tensor_map(x, chosen.columns, 64),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
