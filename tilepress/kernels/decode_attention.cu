@@ -221,6 +221,10 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     fence_async();
   }
   if (lane < 2) places[2 * warp + lane] = make_int4(-1, -1, -1, -1);
+  if (blockIdx.x == 0 && warp == 0) {                      // what every block looks at first
+    prefetch_line(lens + min(32 * lane, batch - 1));
+    prefetch_line(table + min(32 * lane, table_pages - 1));
+  }
   wait_for_grid();
 
   // Units of all sequences before each. Few sequences are added up by each warp for itself: no barrier stands before the first copies.

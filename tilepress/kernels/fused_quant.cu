@@ -25,6 +25,8 @@ __device__ __forceinline__ u32 sum(u32 a, u32 b) { return fused(a, BF16 ? 0x3f80
 __device__ __forceinline__ u32 largest(u32 a, u32 b) { u32 r; asm("max.NaN." VALUES "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ float rounded(float v) { return to_float((u16)to_values(v, 0.f)); }
 
+struct Affine;
+
 struct Row {  // a thread's part of a row: V times 8 elements, zeros beyond the row's end
   u32 pairs[V][4];
 
@@ -70,14 +72,12 @@ struct Row {  // a thread's part of a row: V times 8 elements, zeros beyond the 
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i], other.pairs[part][i]);
   }
-  template <class F> __device__ __forceinline__ void each(const u16* weight, const u16* bias, int n, F f) {   // brought a part at a time
+  template <class F> __device__ __forceinline__ void each(Affine& of, F f) {
 #pragma unroll
     for (int part = 0; part < V; ++part) {
-      u32 w[4], b[4] = {};
-      load(w, weight, part, n);
-      if (bias) load(b, bias, part, n);
+      if (V > 1) of.load(part);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i], w[i], b[i]);
+      for (int i = 0; i < 4; ++i) pairs[part][i] = f(pairs[part][i], of.w[i], of.b[i]);
     }
   }
   // The sum of f(value) over the thread's elements of the row.
@@ -99,6 +99,16 @@ struct Row {  // a thread's part of a row: V times 8 elements, zeros beyond the 
 #pragma unroll
       for (int i = 0; i < 4; ++i) found = largest(found, pairs[part][i] & 0x7fff7fff);
     return low(largest(found, found >> 16));
+  }
+};
+
+struct Affine {  // weight and bias, brought a part of a row at a time; one that is alone early
+  const u16 *weight, *bias; int n;
+  u32 w[4], b[4] = {};
+
+  __device__ __forceinline__ void load(int part) {
+    Row::load(w, weight, part, n);
+    if (bias) Row::load(b, bias, part, n);
   }
 };
 
@@ -173,6 +183,8 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
 #if __CUDA_ARCH__ >= 900
   const bool are_few = gridDim.x <= 32;        // most multiprocessors are free: a product behind this can load its weights there
   if (are_few) launch_dependents();
+  if (are_few && (IS_RMS || IS_LAYER))
+    for (int i = threadIdx.x * 64; i < n; i += THREADS * 64) prefetch_line(weight + i);
   wait_for_grid();
 #endif
   const u64 mine = (u64)blockIdx.x * n;
@@ -180,6 +192,8 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
   row.load(x + mine * (OP == SILU_MUL ? 2 : 1), n);
   if (ADDS) other.load(residual + mine, n);
   if (OP == SILU_MUL) other.load(x + 2 * mine + n, n);
+  Affine affine = {weight, IS_LAYER ? bias : nullptr, n};
+  if (V == 1 && (IS_RMS || IS_LAYER)) affine.load(0);
 #if __CUDA_ARCH__ >= 900
   if (!are_few) launch_dependents();          // earlier, the next kernel's blocks would be in the way of this one's
 #endif
@@ -191,12 +205,12 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
   if (OP >= RELU) row.each(activated);
   if (IS_RMS) {
     const float inverse = rsqrtf(all<Sum>(row.total(n, [](float v) { return v * v; }), places[0]) / n + eps);
-    row.each(weight, nullptr, n, [=](u32 pair, u32 w, u32) { return product(to_values(low(pair) * inverse, high(pair) * inverse), w); });
+    row.each(affine, [=](u32 pair, u32 w, u32) { return product(to_values(low(pair) * inverse, high(pair) * inverse), w); });
   }
   if (IS_LAYER) {
     const float mean = all<Sum>(row.total(n, [](float v) { return v; }), places[0]) / n;
     const float inverse = rsqrtf(all<Sum>(row.total(n, [=](float v) { return (v - mean) * (v - mean); }), places[1]) / n + eps);
-    row.each(weight, bias, n, [=](u32 pair, u32 w, u32 b) {
+    row.each(affine, [=](u32 pair, u32 w, u32 b) {
       return to_values((low(pair) - mean) * inverse * low(w) + low(b), (high(pair) - mean) * inverse * high(w) + high(b));
     });
   }

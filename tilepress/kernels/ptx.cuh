@@ -16,9 +16,10 @@ __device__ __forceinline__ void sts32(u32 a, u32 v) { asm volatile("st.shared.u3
 __device__ __forceinline__ void sts16_if(u32 a, u32 v, bool ok) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(a), "h"((u16)v), "r"((u32)ok) : "memory");
 }
+#define EVICT_FIRST 0x12F0000000000000ull      // a policy of the L2 cache, cutlass's
 __device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  // of what is read once
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok), "l"(EVICT_FIRST));
 }
 // Waits for a word from global memory. The compiler counts the loads of a loop together, so a use of one waits for all that have been asked for: wait for
 // what is needed next, and only then ask for more.
@@ -76,14 +77,15 @@ __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
-// 16-byte aligned; `again`: others will read it too. The policies are those of cutlass, evict normal and evict first.
+// 16-byte aligned; `again`: others will read it too (cutlass's policy, evict normal).
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar, bool again) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(again ? 0x1000000000000000ull : 0x12F0000000000000ull) : "memory");
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(again ? 0x1000000000000000ull : EVICT_FIRST) : "memory");
 }
 // Ahead of their use, of a TMA's map, and of bytes to the L2 cache: a multiple of 16, aligned to 16.
 __device__ __forceinline__ void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
+__device__ __forceinline__ void prefetch_line(const void* of) { asm volatile("prefetch.global.L2 [%0];" ::"l"(of)); }     // of 128 bytes
+__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(EVICT_FIRST) : "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // stores before it are seen by wgmma and copies
 
 // Clusters of blocks
