@@ -262,7 +262,7 @@ def test_few_blocks_use_their_slots_again_and_again(monkeypatch, grid, columns, 
             monkeypatch.setattr(tiled_bitmap_spmm, "_planned", planned)
             facts = tiled_bitmap_spmm._facts(args[2], 132)
             size = max(walks, grid // walks * walks)
-            facts.cuts[size] = packed_ops.cuts_of(args[2], 0, size)
+            facts.cuts[size] = packed_ops.cuts_of(args[2], 0, size)[:, 0].contiguous()
             monkeypatch.setattr(tiled_bitmap_spmm, "_facts_of", lambda *a, facts=facts: facts)
             found = ops.tiled_bitmap_spmm(*args)
             assert_right(found, args, weight)

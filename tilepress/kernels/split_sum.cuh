@@ -4,11 +4,6 @@
 // progress rests on blocks being started in that order. `left` needs no preparation: a part has been left where it stands at `ticket`, a number
 // that no other launch has.
 
-// Where a block's run begins, and the last one ends: its tile, and that tile's first word, in 16 bytes. Blocks get equal shares of bytes.
-struct __align__(8) Cut { int tile, word; };
-
-__device__ __forceinline__ Cut load_cut(const Cut* at) { const int2 both = __ldg((const int2*)at); return {both.x, both.y}; }
-
 struct Parts {
   float* sums; u64* left; u64 ticket;
   int of_block, mine;  // a block leaves so many, one for each 128 threads; this one

@@ -9,12 +9,11 @@
 //
 // While wgmma multiplies PART steps of a tile, a warpgroup reads the values of the next ones. Up to 64 columns, several blocks share a multiprocessor.
 //
-// W is walked through once for every NT columns of y. Of a walk's units a block takes those from cuts[b] to cuts[b + 1], equal shares of work, or, without
-// cuts, of units; sums that blocks share are those of split_sum.cuh. With several walks, neighbouring blocks take the same units in different ones at about
+// W is walked through once for every NT columns of y. Of a walk's units a block takes cuts[b] .. cuts[b + 1], equal shares of work, or, without cuts,
+// of units; sums that blocks share are those of split_sum.cuh. With several walks, neighbouring blocks take the same units in different ones at about
 // the same time, and all but one find W in the L2 cache. Blocks are numbered by walks, and in a walk by units: `number` below.
 //
-// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running. A long
-// run's first words are on their way to the L2 cache before their offsets are known.
+// Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running.
 //
 // Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; PART 1 | 2 | 4; BLOCKS of a multiprocessor; CONSUMER_REGISTERS and LOADER_REGISTERS, 0 for as many as all warps have;
 // those of tiled_bitmap.cuh. wgmma() of NT columns comes from kernels/ptx.py.
@@ -152,7 +151,7 @@ template <class F> __device__ __forceinline__ void consume(const Slots& slots, c
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
-tiled_bitmap_spmm(const uint4* words, const int* offsets, const Cut* all_cuts, const __grid_constant__ TensorMap x, const u16* scale, const u16* bias, u16* y,
+tiled_bitmap_spmm(const uint4* words, const int* offsets, const int* all_cuts, const __grid_constant__ TensorMap x, const u16* scale, const u16* bias, u16* y,
                   float* sums, u64* left, u64 ticket, int n, int m, int k_blocks, int units, int tiles, int walks, int tile_bytes, int slot_count) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
@@ -163,15 +162,10 @@ tiled_bitmap_spmm(const uint4* words, const int* offsets, const Cut* all_cuts, c
   slots.count = slot_count; slots.tile_bytes = tile_bytes;
   slots.x = base; slots.tiles = base + slot_count * X_BYTES;
   slots.full = slots.tiles + slot_count * PAIRS * tile_bytes; slots.empty = slots.full + 8 * slot_count;
+  int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
+  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)
+    cuts[i] = i / blocks * units + (all_cuts ? __ldg(all_cuts + i % blocks) : i % blocks * (units / blocks) + min(i % blocks, units % blocks));
   launch_dependents();
-  if (threadIdx.x == 32 * CONSUMERS && all_cuts) {         // the loader; a run that fits into few slots is soon asked for as a whole
-    const Cut first = load_cut(all_cuts + number), last = load_cut(all_cuts + number + 1);
-    const int ahead = min(last.word - first.word, slot_count * tile_bytes / 16);
-    if (last.tile - first.tile > 2 * slot_count && ahead) prefetch_bytes(words + last.word - ahead, ahead * 16);
-  }
-  int* const cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)   // with all_cuts there is one walk
-    cuts[i] = all_cuts ? load_cut(all_cuts + i).tile : i / blocks * units + i % blocks * (units / blocks) + min(i % blocks, units % blocks);
   if (threadIdx.x == 0) {
     for (int i = 0; i < slot_count; ++i) { bar_init(slots.full + 8 * i, 1); bar_init(slots.empty + 8 * i, CONSUMERS); }
     fence_bar_init();

@@ -12,7 +12,7 @@
 // consumer x has a slot beside each window and is handed over with it; two consumers, for more columns of y, get x from slots of its own.
 //
 // W is walked through once for every NT columns of y. Of all these tiles a block takes equal shares: with one consumer, where NT columns are all, of
-// bytes, by cuts (split_sum.cuh), else of tiles; sums that blocks share are those of split_sum.cuh.
+// bytes, else of tiles; sums that blocks share are those of split_sum.cuh.
 //
 // Words and offsets are read before earlier kernels of the stream have ended: they must not be what a kernel writes that may still be running. A block's
 // first words are on their way to the L2 cache before their offsets are known.
@@ -51,7 +51,9 @@ enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER
 #if OWN_X
 #define CUTS_PARAMETER
 #else
-struct Cuts { Cut at[GRID + 1]; };           // among a launch's arguments, which are there when a block begins
+struct Cuts {  // where blocks' runs begin, which are equal in bytes: tiles, and their first words, in 16 bytes. An argument of the launch: there at once
+  struct { int tile, word; } at[GRID + 1];
+};
 #define CUTS_PARAMETER const __grid_constant__ Cuts cuts,
 #endif
 
