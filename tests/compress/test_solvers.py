@@ -161,6 +161,24 @@ def test_wanda_counts_by_row(zeros):
     assert torch.equal(pruned[pruned != 0], weight[pruned != 0])
 
 
+@pytest.mark.parametrize("zeros", [100, 300, 333, 480, 777, 960])
+@pytest.mark.parametrize("dead", [False, True])
+def test_wanda_counts_zeros_of_the_source(zeros, dead):
+    weight, _, moments = problem()
+    weight[3, :35] = weight[7] = 0.0
+    weight[11, 5:17] = -0.0
+    norms = moments.norms.index_fill(0, torch.tensor([0, 1, 2]), 0.0) if dead else moments.norms
+    before = (weight == 0).sum(1)
+    pruned = wanda.prune(weight, norms, zeros)
+    by_row = (pruned == 0).sum(1)
+    assert int(by_row.sum()) == max(zeros, int(before.sum())) and bool((by_row >= before).all())
+    filled = by_row[by_row > before]
+    if zeros > int(before.sum()):  # all that grew are alike, the others had as many
+        assert int(filled.max() - filled.min()) <= 1 and int(by_row.min()) >= int(filled.max()) - 1
+    assert bool((pruned[weight == 0] == 0).all()) and torch.equal(pruned[pruned != 0], weight[pruned != 0])
+    assert torch.equal(pruned, wanda.prune(weight, norms, zeros))
+
+
 def test_smallest_is_exact_with_ties():
     scores = torch.tensor([[2.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
     assert smallest(scores, 3).tolist() == [[False, True, True], [False, True, False]]
