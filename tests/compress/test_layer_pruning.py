@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import shutil
 import weakref
 from functools import partial
 
@@ -99,6 +100,15 @@ def test_kept_weights_of_wanda_are_the_sources(checkpoint_of, tmp_path):
         assert torch.equal(pruned[pruned != 0], weight[pruned != 0])
         by_row = (pruned == 0).sum(1)
         assert int(by_row.max() - by_row.min()) <= 1
+
+
+def test_wanda_is_exact_on_a_pruned_model(checkpoint_of, tmp_path):
+    """Rows of it have more zeros than their share."""
+    source = checkpoint_of("llama")
+    prune(source, tmp_path / "once", 0.4, format="dense", scope="global")
+    settings = {"format": "dense", "method": "wanda", "text": few_words(8, 128), "allocation": "auto"}
+    manifest = prune(tmp_path / "once", tmp_path / "out", 0.6, **settings)
+    check_zeros(source, tmp_path / "out", 0.6, manifest)
 
 
 def test_a_later_layer_gets_what_the_pruned_ones_make(checkpoint_of, tmp_path):
@@ -246,6 +256,25 @@ def test_experts_that_saw_too_little_are_named(checkpoint_of, tmp_path, monkeypa
     assert {item["method"] for item in seen["pruned"]} == {"magnitude"}
     assert any("saw only" in w and "by magnitude" in w for w in seen["warnings"])
     check_zeros(source, tmp_path / "out", 0.5, manifest)
+
+
+def test_verify_compares_what_was_pruned_by_magnitude(checkpoint_of, tmp_path, monkeypatch):
+    """Among weights that were refitted, which cannot be compared."""
+    source = checkpoint_of("mixtral", torch.float32, shard_size="100MB")
+    monkeypatch.setattr(layer_pruning, "FEW_TOKENS", 250)  # 512 tokens, each to two of four experts
+    manifest = prune(source, tmp_path / "out", 0.5, format="dense", method="sparsegpt", text=TEXT)
+    methods = {item["name"]: item["method"] for item in manifest["calibration"]["pruned"]}
+    refitted = {record["name"] for record in manifest["tensors"] if record.get("refitted")}
+    assert refitted == {name for name, method in methods.items() if method == "sparsegpt"}
+    assert all(check.passed for check in verify(tmp_path / "out", source))
+    fallen_back = next(name for name, method in methods.items() if method == "magnitude")
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors[fallen_back] *= 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    found = {check.name: check.findings for check in verify(tmp_path / "out", other)}["values equal the base"]
+    assert len(found) == 1 and fallen_back in found[0]
 
 
 def test_short_text_is_told_and_no_text_refused(checkpoint_of, tmp_path):

@@ -33,6 +33,7 @@ from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape
 
 METHODS = ("wanda", "sparsegpt", "admm")
+REFITTING = ("sparsegpt", "admm")  # give kept weights other values
 FEW_TOKENS = 128  # an expert that saw fewer is pruned by magnitude
 
 
@@ -156,13 +157,13 @@ class LayerPruner(Visitor):
             pruned = rounded(pruned, self.dtype, name)
             _put(module, pruned)
             tensors[name] = pruned.cpu().contiguous()
-            method = "magnitude" if few else settings.method
+            made = int((pruned == 0).sum())
             found["pruned"].append(
                 {
                     "name": name,
-                    "method": method,
-                    "zeros": int((pruned == 0).sum()),
-                    "sparsity": zeros / weight.numel(),
+                    "method": "magnitude" if few else settings.method,
+                    "zeros": made,
+                    "sparsity": made / weight.numel(),
                     "tokens": moments.tokens,
                 }
                 | ({} if error is None else {"output_error": round(error, 6)})
