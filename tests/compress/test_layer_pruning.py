@@ -6,6 +6,7 @@ import math
 import shutil
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from interruption import digest, stopped_before
 from safetensors.torch import load_file, save_file
 
 import tilepress
+from tilepress import sweep
 from tilepress.compress import layer_pruning, stream as stream_module
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.moments import Moments
@@ -336,7 +338,7 @@ def test_the_command_line_and_inspect(cli, tiny, text, tmp_path):
     assert "sparsegpt on 512 tokens" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
+def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, artifact, text, tmp_path):
     part = tmp_path / "part.txt"
     part.write_text(json.loads(text.read_text().splitlines()[0])["text"] * 3)
     text = part
@@ -351,9 +353,28 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
     assert drawn.startswith("<svg") and drawn.count("<circle") == 4
     assert f"{rows[1]['perplexity']:.4f}" in (tmp_path / "out" / "sweep.md").read_text()
     assert cli(*words, "--sweep").code == 2
+    shutil.copytree(artifact, tmp_path / "out" / "sparsity-0.3")  # as a stop after its row was written leaves it
     again = cli(*words, "--sweep", "--resume", "--json")
+    assert not (tmp_path / "out" / "sparsity-0.3").exists()
     assert again.code == 0 and json.loads(again.out)["rows"] == rows
     assert math.isclose(rows[0]["times_dense"], rows[0]["perplexity"] / rows[0]["base_perplexity"])
+
+
+@pytest.mark.parametrize("mark", ["tilepress.json", ".tilepress"])
+def test_overwriting_a_sweep_finds_an_artifact_that_was_being_removed(tmp_path, monkeypatch, mark):
+    folder, removed = tmp_path / "sparsity-0.5", []
+    (folder / "kv_cache").mkdir(parents=True)
+    for name in ("a.safetensors", "kv_cache/x", mark, "z.safetensors"):
+        (folder / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path: removed.append(path.name))
+        with pytest.raises(OSError, match="not empty"):
+            sweep._remove(folder)
+    assert removed[-1] == mark and len(removed) == 3
+    (tmp_path / "sparsity-mine").mkdir()
+    (tmp_path / "sparsity-mine" / "notes").touch()
+    sweep._rows_so_far(tmp_path, {}, resume=False, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["sparsity-mine"]
 
 
 @pytest.mark.gpu
