@@ -15,8 +15,8 @@ from interruption import digest, stopped_before
 from safetensors.torch import load_file, save_file
 
 import tilepress
-from tilepress import sweep
-from tilepress.compress import layer_pruning, stream as stream_module
+from tilepress import demo, sweep
+from tilepress.compress import layer_pruning, stream as stream_module, survey
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.moments import Moments
 from tilepress.compress.prune import PruneRecipe
@@ -139,6 +139,45 @@ def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, 
     other = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=few_words(7, 64))
     run_recipe(other, source, tmp_path / "other")
     assert digest(tmp_path / "other") != expected
+
+
+@pytest.mark.parametrize("allocation", ["owl", "auto"])
+def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, allocation):
+    source = checkpoint_of("llama", num_hidden_layers=3)
+    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128), allocation=allocation)
+    run_recipe(recipe, source, tmp_path / "whole")
+    monkeypatch.setattr(survey, "SAVE_EVERY_S", 0.0)
+    looked, look = [], survey._survey_layer
+    monkeypatch.setattr(survey, "_survey_layer", lambda model, *rest: looked.append(rest[0]) or look(model, *rest))
+    for step, layers in (
+        (2, 3),
+        (3, 2),
+        (4, 2),
+        (5, 1),
+        (7, 0),
+        (8, 0),
+    ):  # before it: the plan and a pair of files a layer
+        output = tmp_path / f"stopped-{step}"
+        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch)
+        looked.clear()
+        run_recipe(recipe, source, output, resume=True)
+        assert len(looked) == layers and digest(output) == digest(tmp_path / "whole"), step
+
+
+def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
+    source, words = checkpoint_of("llama"), tmp_path / "text.txt"
+    before = demo.TEXT.read_text()
+    words.write_text(before)
+    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128, words), allocation="owl")
+    run_recipe(recipe, source, tmp_path / "whole")
+    assert stopped_before(3, lambda: run_recipe(recipe, source, tmp_path / "out"), monkeypatch)
+    assert (tmp_path / "out" / ".tilepress" / "allocation.json").exists()
+    words.write_text(before[500:])
+    with pytest.raises(UsageError, match="have changed since"):
+        run_recipe(recipe, source, tmp_path / "out", resume=True)
+    words.write_text(before)
+    run_recipe(recipe, source, tmp_path / "out", resume=True)
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
