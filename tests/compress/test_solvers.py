@@ -74,6 +74,17 @@ def test_moments_are_those_of_the_inputs():
     torch.testing.assert_close(added, 0.1 * expected.diagonal().mean() * torch.eye(COLS).double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 65, 300])
+def test_moments_of_bfloat16_inputs_of_any_number(tokens):
+    """Which are filled up with tokens of zeros."""
+    x = torch.randn(tokens, COLS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    moments = Moments(COLS)
+    moments.add(x, "x")
+    expected = x.double().t() @ x.double() / tokens
+    assert moments.tokens == tokens
+    torch.testing.assert_close(moments.hessian(0.0).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_target_is_the_least_squares_fit_to_the_dense_outputs():
     weight, x, _ = problem()
     z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) + 0.2 * x.roll(1, 1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress import expectation, layer_pruning
+from tilepress.compress import expectation, layer_pruning, pruning_memory
 from tilepress.compress.allocation import ALLOCATIONS, allocate, read_allocation
 from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
@@ -127,11 +127,7 @@ class PruneRecipe(Recipe):
 
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         writing = super().peak_bytes(checkpoint, targets)
-        if not self.calibrates:
-            return writing
-        return max(
-            writing, layer_pruning.peak_bytes(checkpoint, targets, self.text, self.method, dense=self.method != "wanda")
-        )
+        return max(writing, pruning_memory.peak_bytes(self, checkpoint, targets)) if self.calibrates else writing
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
