@@ -10,11 +10,12 @@ from tilepress import demo
 NARROW = {"hidden_size": 128, "intermediate_size": 128}
 EXPERTS = {"num_hidden_layers": 1, "num_experts": 24}
 MANY, FEW = ("--nsamples", 64, "--seqlen", 512), ("--nsamples", 8, "--seqlen", 64)
+AUTO = ("--allocation", "auto")
 NOTHING = ("--nsamples", 4, "--seqlen", 64)
 SPARE_BYTES = 128 << 20  # that a plan adds for what has no size
 CASES = {
-    "states of many variants": ("llama", NARROW | {"num_hidden_layers": 6}, ("wanda", "--allocation", "auto", "--nsamples", 8, "--seqlen", 512)),
-    "an allocation to experts": ("qwen3-moe", EXPERTS | {"hidden_size": 512, "moe_intermediate_size": 384}, ("wanda", "--allocation", "auto", *FEW, "--seqlen", 128)),
+    "states of many variants": ("llama", NARROW | {"num_hidden_layers": 6}, ("wanda", *AUTO, "--nsamples", 8, "--seqlen", 512)),
+    "allocation to experts": ("qwen3-moe", EXPERTS | {"hidden_size": 512, "moe_intermediate_size": 384}, ("wanda", *AUTO, "--nsamples", 8, "--seqlen", 128)),
     "moments of inputs of experts": ("qwen3-moe", EXPERTS | {"hidden_size": 768, "moe_intermediate_size": 128}, ("wanda", *FEW)),
     "moments of experts' last inputs": ("qwen3-moe", EXPERTS | {"hidden_size": 128, "moe_intermediate_size": 768}, ("sparsegpt", *FEW)),
     "outputs of settled parts": ("biogpt", NARROW, ("sparsegpt", *MANY)),
