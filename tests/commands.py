@@ -5,6 +5,7 @@ It computes nothing itself: a fork of a process whose threads have run would mis
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,21 @@ class Command:
             assert time.monotonic() < until, f"{self.pid} still runs after {timeout} s"
             time.sleep(0.005)
         return (self._folder / "out").read_text(), (self._folder / "err").read_text()
+
+    def peak_bytes(self) -> int:
+        """Waits for its success; the highest anonymous memory, as far as looks every few milliseconds see it."""
+        peak = 0
+        while self.poll() is None:
+            try:
+                with open(f"/proc/{self.pid}/status") as status:
+                    found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
+                peak = max(peak, int(found[1]) * 1024 if found else 0)
+            except OSError:
+                pass
+            time.sleep(0.005)
+        _, err = self.communicate()
+        assert self.returncode == 0, err
+        return peak
 
 
 class Commands:

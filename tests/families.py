@@ -53,6 +53,7 @@ FAMILIES = {
             "pad_token_id": 1,
         },
     ),
+    "biogpt": ("BioGptConfig", _COMMON | {"hidden_size": 128, "intermediate_size": 128, "pad_token_id": 1}),
     "mistral": ("MistralConfig", _GQA | {"sliding_window": 24}),
     "qwen3": ("Qwen3Config", _GQA | {"head_dim": 32}),
     "gemma": ("GemmaConfig", _GQA | {"head_dim": 32}),

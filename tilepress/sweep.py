@@ -16,11 +16,12 @@ from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.shards import run_shards
 from tilepress.eval.perplexity import Protocol, perplexity
 from tilepress.formats import UsageError
-from tilepress.formats.artifact import to_json, write_atomic
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.artifact import WORK_FOLDER, to_json, write_atomic
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint
 from tilepress.runtime.loader import load
 
 FILES = ("sweep.json", "sweep.md", "sweep.svg")
+_MARKS = {WORK_FOLDER, MANIFEST_NAME}  # of an artifact, finished or not
 _WIDTH, _HEIGHT, _MARGIN = 420, 300, 56
 
 
@@ -42,6 +43,8 @@ def sweep(
         "settings": [{k: v for k, v in recipe.settings().items() if k != "sparsity"} for recipe in recipes[:1]],
     }
     rows = _rows_so_far(output, identity, resume, overwrite)
+    for row in rows:  # a sweep that was stopped when it had written a row left what the row was made of
+        _remove(_folder(output, row["sparsity_asked"]))
     trust = recipes[0].trust_remote_code
     base = None
     for done, recipe in enumerate(sorted(recipes, key=lambda recipe: recipe.sparsity)):
@@ -49,7 +52,7 @@ def sweep(
             continue
         what = f"{recipe.method} {recipe.sparsity:.0%}"
         progress(what, done, len(recipes))
-        folder = output / f"sparsity-{recipe.sparsity:g}"
+        folder = _folder(output, recipe.sparsity)
         targets, left = recipe.find_targets(checkpoint, trust)
         recipe.check(checkpoint, targets, left)
         plan = make_plan(checkpoint, folder, recipe, targets, left)
@@ -76,7 +79,7 @@ def sweep(
             }
         )
         write_atomic(output / FILES[0], to_json(identity | {"rows": rows}), output)
-        shutil.rmtree(folder)
+        _remove(folder)
     method = recipes[0].method
     result = identity | {"rows": sorted(rows, key=lambda row: row["sparsity_asked"])}
     write_atomic(output / FILES[1], markdown(result["rows"], method, protocol).encode(), output)
@@ -84,14 +87,27 @@ def sweep(
     return result
 
 
+def _folder(output: Path, sparsity: float) -> Path:
+    """Of the artifact that is measured."""
+    return output / f"sparsity-{sparsity:g}"
+
+
+def _remove(folder: Path) -> None:
+    """Takes an artifact away, and last what tells that it is one: --overwrite finds it if this is stopped."""
+    if folder.exists():
+        for path in sorted(folder.iterdir(), key=lambda path: path.name in _MARKS):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+
 def _rows_so_far(output: Path, identity: dict, resume: bool, overwrite: bool) -> list[dict]:
     found = output / FILES[0]
     if overwrite:
+        for folder in output.glob("sparsity-*"):
+            if folder.is_dir() and (not any(folder.iterdir()) or any((folder / mark).exists() for mark in _MARKS)):
+                _remove(folder)
         for name in FILES:
             (output / name).unlink(missing_ok=True)
-        for folder in output.glob("sparsity-*"):
-            if (folder / ".tilepress").exists() or (folder / "tilepress.json").exists():
-                shutil.rmtree(folder)
     elif output.exists() and any(output.iterdir()) and not resume:
         raise UsageError(
             f"{output} is not empty",

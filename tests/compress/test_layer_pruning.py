@@ -3,8 +3,10 @@
 import gc
 import json
 import math
+import shutil
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from interruption import digest, stopped_before
 from safetensors.torch import load_file, save_file
 
 import tilepress
-from tilepress.compress import layer_pruning, stream as stream_module
+from tilepress import demo, sweep
+from tilepress.compress import layer_pruning, stream as stream_module, survey
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.moments import Moments
 from tilepress.compress.prune import PruneRecipe
@@ -101,6 +104,15 @@ def test_kept_weights_of_wanda_are_the_sources(checkpoint_of, tmp_path):
         assert int(by_row.max() - by_row.min()) <= 1
 
 
+def test_wanda_is_exact_on_a_pruned_model(checkpoint_of, tmp_path):
+    """Rows of it have more zeros than their share."""
+    source = checkpoint_of("llama")
+    prune(source, tmp_path / "once", 0.4, format="dense", scope="global")
+    settings = {"format": "dense", "method": "wanda", "text": few_words(8, 128), "allocation": "auto"}
+    manifest = prune(tmp_path / "once", tmp_path / "out", 0.6, **settings)
+    check_zeros(source, tmp_path / "out", 0.6, manifest)
+
+
 def test_a_later_layer_gets_what_the_pruned_ones_make(checkpoint_of, tmp_path):
     """The second layer's fit depends on how the first was pruned; without its inputs changed it would not."""
     source = checkpoint_of("llama", torch.float32)
@@ -127,6 +139,45 @@ def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, 
     other = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=few_words(7, 64))
     run_recipe(other, source, tmp_path / "other")
     assert digest(tmp_path / "other") != expected
+
+
+@pytest.mark.parametrize("allocation", ["owl", "auto"])
+def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, allocation):
+    source = checkpoint_of("llama", num_hidden_layers=3)
+    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128), allocation=allocation)
+    run_recipe(recipe, source, tmp_path / "whole")
+    monkeypatch.setattr(survey, "SAVE_EVERY_S", 0.0)
+    looked, look = [], survey._survey_layer
+    monkeypatch.setattr(survey, "_survey_layer", lambda model, *rest: looked.append(rest[0]) or look(model, *rest))
+    for step, layers in (
+        (2, 3),
+        (3, 2),
+        (4, 2),
+        (5, 1),
+        (7, 0),
+        (8, 0),
+    ):  # before it: the plan and a pair of files a layer
+        output = tmp_path / f"stopped-{step}"
+        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch)
+        looked.clear()
+        run_recipe(recipe, source, output, resume=True)
+        assert len(looked) == layers and digest(output) == digest(tmp_path / "whole"), step
+
+
+def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
+    source, words = checkpoint_of("llama"), tmp_path / "text.txt"
+    before = demo.TEXT.read_text()
+    words.write_text(before)
+    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128, words), allocation="owl")
+    run_recipe(recipe, source, tmp_path / "whole")
+    assert stopped_before(3, lambda: run_recipe(recipe, source, tmp_path / "out"), monkeypatch)
+    assert (tmp_path / "out" / ".tilepress" / "allocation.json").exists()
+    words.write_text(before[500:])
+    with pytest.raises(UsageError, match="have changed since"):
+        run_recipe(recipe, source, tmp_path / "out", resume=True)
+    words.write_text(before)
+    run_recipe(recipe, source, tmp_path / "out", resume=True)
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
@@ -248,6 +299,25 @@ def test_experts_that_saw_too_little_are_named(checkpoint_of, tmp_path, monkeypa
     check_zeros(source, tmp_path / "out", 0.5, manifest)
 
 
+def test_verify_compares_what_was_pruned_by_magnitude(checkpoint_of, tmp_path, monkeypatch):
+    """Among weights that were refitted, which cannot be compared."""
+    source = checkpoint_of("mixtral", torch.float32, shard_size="100MB")
+    monkeypatch.setattr(layer_pruning, "FEW_TOKENS", 250)  # 512 tokens, each to two of four experts
+    manifest = prune(source, tmp_path / "out", 0.5, format="dense", method="sparsegpt", text=TEXT)
+    methods = {item["name"]: item["method"] for item in manifest["calibration"]["pruned"]}
+    refitted = {record["name"] for record in manifest["tensors"] if record.get("refitted")}
+    assert refitted == {name for name, method in methods.items() if method == "sparsegpt"}
+    assert all(check.passed for check in verify(tmp_path / "out", source))
+    fallen_back = next(name for name, method in methods.items() if method == "magnitude")
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors[fallen_back] *= 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    found = {check.name: check.findings for check in verify(tmp_path / "out", other)}["values equal the base"]
+    assert len(found) == 1 and fallen_back in found[0]
+
+
 def test_short_text_is_told_and_no_text_refused(checkpoint_of, tmp_path):
     source, short = checkpoint_of("llama"), tmp_path / "short.txt"
     short.write_text("import os\n" * 40)
@@ -307,7 +377,7 @@ def test_the_command_line_and_inspect(cli, tiny, text, tmp_path):
     assert "sparsegpt on 512 tokens" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
+def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, artifact, text, tmp_path):
     part = tmp_path / "part.txt"
     part.write_text(json.loads(text.read_text().splitlines()[0])["text"] * 3)
     text = part
@@ -322,9 +392,28 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path):
     assert drawn.startswith("<svg") and drawn.count("<circle") == 4
     assert f"{rows[1]['perplexity']:.4f}" in (tmp_path / "out" / "sweep.md").read_text()
     assert cli(*words, "--sweep").code == 2
+    shutil.copytree(artifact, tmp_path / "out" / "sparsity-0.3")  # as a stop after its row was written leaves it
     again = cli(*words, "--sweep", "--resume", "--json")
+    assert not (tmp_path / "out" / "sparsity-0.3").exists()
     assert again.code == 0 and json.loads(again.out)["rows"] == rows
     assert math.isclose(rows[0]["times_dense"], rows[0]["perplexity"] / rows[0]["base_perplexity"])
+
+
+@pytest.mark.parametrize("mark", ["tilepress.json", ".tilepress"])
+def test_overwriting_a_sweep_finds_an_artifact_that_was_being_removed(tmp_path, monkeypatch, mark):
+    folder, removed = tmp_path / "sparsity-0.5", []
+    (folder / "kv_cache").mkdir(parents=True)
+    for name in ("a.safetensors", "kv_cache/x", mark, "z.safetensors"):
+        (folder / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path: removed.append(path.name))
+        with pytest.raises(OSError, match="not empty"):
+            sweep._remove(folder)
+    assert removed[-1] == mark and len(removed) == 3
+    (tmp_path / "sparsity-mine").mkdir()
+    (tmp_path / "sparsity-mine" / "notes").touch()
+    sweep._rows_so_far(tmp_path, {}, resume=False, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["sparsity-mine"]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -362,28 +361,12 @@ def test_memory_is_what_the_dry_run_says(checkpoint_of, tmp_path, cli, command):
         words += ["--steps", "2", "--batch", "2", "--nsamples", "4", "--seqlen", "64", "--dataset", demo.TEXT, "--json"]
         plan = cli(*words, "--dry-run").json
         assert plan["recovery"]["way"] == way
-        peaks[way] = plan["recovery"]["memory_bytes"][way]["cpu"], peak_of(command(*words, "-q"))
+        peaks[way] = plan["recovery"]["memory_bytes"][way]["cpu"], command(*words, "-q").peak_bytes()
     assert "block by block (--blocks) <- chosen" in cli(*words[:-1], "--dry-run").out
     (whole, of_whole), (blocks, of_blocks) = peaks["model"], peaks["blocks"]
     assert blocks < 0.5 * whole
     # What torch and transformers take is the same in both: what is left is planned to a third.
     assert abs((of_whole - of_blocks) - (whole - blocks)) < 0.35 * (whole - blocks), peaks
-
-
-def peak_of(process) -> int:
-    """Highest anonymous memory of a command that has been started, in bytes."""
-    peak = 0
-    while process.poll() is None:
-        try:
-            with open(f"/proc/{process.pid}/status") as status:
-                found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
-            peak = max(peak, int(found[1]) * 1024 if found else 0)
-        except OSError:
-            pass
-        time.sleep(0.005)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    return peak
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -226,22 +225,6 @@ def big(path, layers: int):
     return path
 
 
-def peak_and_seconds(process) -> tuple[int, float]:
-    """Highest anonymous memory of a command, in bytes, and its CPU seconds, which others that keep the machine busy do not change."""
-    peak = 0
-    while process.poll() is None:
-        try:
-            with open(f"/proc/{process.pid}/status") as status:
-                found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
-            peak = max(peak, int(found[1]) * 1024 if found else 0)
-        except OSError:
-            pass
-        time.sleep(0.005)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    return peak, process.cpu_s
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
 def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, command):
     sizes = (2, 4)
@@ -260,7 +243,11 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, comm
         found = {}
         for n in sizes:
             output = tmp_path / f"{run}-{n}"
-            found[n] = peak_and_seconds(command("compress", *words, tmp_path / str(n), "-o", output, "-q"))
+            process = command("compress", *words, tmp_path / str(n), "-o", output, "-q")
+            found[n] = (
+                process.peak_bytes(),
+                process.cpu_s,
+            )  # its own seconds: others that keep the machine busy do not change them
             shutil.rmtree(output)
         assert found[4][1] < 2 * found[2][1] * 1.6 + 1.0, found
         plan = cli("compress", *words, tmp_path / "4", "-o", tmp_path / "planned", "--dry-run", "--json")

@@ -74,6 +74,17 @@ def test_moments_are_those_of_the_inputs():
     torch.testing.assert_close(added, 0.1 * expected.diagonal().mean() * torch.eye(COLS).double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 65, 300])
+def test_moments_of_bfloat16_inputs_of_any_number(tokens):
+    """Which are filled up with tokens of zeros."""
+    x = torch.randn(tokens, COLS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    moments = Moments(COLS)
+    moments.add(x, "x")
+    expected = x.double().t() @ x.double() / tokens
+    assert moments.tokens == tokens
+    torch.testing.assert_close(moments.hessian(0.0).double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_target_is_the_least_squares_fit_to_the_dense_outputs():
     weight, x, _ = problem()
     z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) + 0.2 * x.roll(1, 1)
@@ -159,6 +170,24 @@ def test_wanda_counts_by_row(zeros):
         cut = pruned[row] == 0
         assert not bool(cut.any()) or bool(cut.all()) or scores[row, cut].max() <= scores[row, ~cut].min()
     assert torch.equal(pruned[pruned != 0], weight[pruned != 0])
+
+
+@pytest.mark.parametrize("zeros", [100, 300, 333, 480, 777, 960])
+@pytest.mark.parametrize("dead", [False, True])
+def test_wanda_counts_zeros_of_the_source(zeros, dead):
+    weight, _, moments = problem()
+    weight[3, :35] = weight[7] = 0.0
+    weight[11, 5:17] = -0.0
+    norms = moments.norms.index_fill(0, torch.tensor([0, 1, 2]), 0.0) if dead else moments.norms
+    before = (weight == 0).sum(1)
+    pruned = wanda.prune(weight, norms, zeros)
+    by_row = (pruned == 0).sum(1)
+    assert int(by_row.sum()) == max(zeros, int(before.sum())) and bool((by_row >= before).all())
+    filled = by_row[by_row > before]
+    if zeros > int(before.sum()):  # all that grew are alike, the others had as many
+        assert int(filled.max() - filled.min()) <= 1 and int(by_row.min()) >= int(filled.max()) - 1
+    assert bool((pruned[weight == 0] == 0).all()) and torch.equal(pruned[pruned != 0], weight[pruned != 0])
+    assert torch.equal(pruned, wanda.prune(weight, norms, zeros))
 
 
 def test_smallest_is_exact_with_ties():

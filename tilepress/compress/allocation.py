@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilepress.compress.calibration import load_tokenizer
 from tilepress.compress.plan import Plan, Progress
 from tilepress.compress.targets import Target
+from tilepress.compress.walk import check_identity, compute_dtype, identity_of
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.checkpoint import read_json
@@ -32,36 +34,46 @@ CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The zeros of each weight by its stored name, and how they were chosen."""
+    """The zeros of each weight by its stored name, how they were chosen, and the identity of what was looked at for that."""
 
     chosen: str
     zeros: dict[str, int]
     facts: dict
+    identity: str | None
 
 
 def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> Allocation:
-    """Lays out the zeros of a plan's targets; the result is a file in the work folder, which a resumed run finds."""
-    path = plan.work / FILE
-    if not path.exists():
-        targets, sparsity = plan.targets, recipe.sparsity
-        total = recipe.count(sum(target.elements for target in targets))
-        sparsities, facts = {target.name: sparsity for target in targets}, {}
-        if recipe.allocation != "uniform":
-            from tilepress.compress.survey import FEW_TOKENS, survey
+    """Lays out the zeros of a plan's targets; the result is a file in the work folder, which a resumed run finds.
 
-            weights = survey(plan, recipe, device, progress)
-            if not weights:
-                raise UsageError(
-                    f"--allocation {recipe.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
-                    "give more text, or --allocation uniform",
-                )
-            lay_out = by_outliers if recipe.allocation == "owl" else by_sensitivity
-            chosen = lay_out(weights, {t.name: t.elements for t in targets if t.name in weights}, sparsity)
-            sparsities |= chosen
-            facts = {"sparsity": {name: round(value, 6) for name, value in sorted(chosen.items())}}
-        zeros = counts(targets, sparsities, total)
-        write_atomic(path, to_json(asdict(Allocation(recipe.allocation, zeros, facts))), plan.work)
-    return read_allocation(plan)
+    Raises UsageError for too little text, and for other text, weights or another kind of device than that file was made with."""
+    path, targets, sparsity = plan.work / FILE, plan.targets, recipe.sparsity
+    sparsities, facts, identity = {target.name: sparsity for target in targets}, {}, None
+    if recipe.allocation != "uniform":
+        from tilepress.compress.survey import FEW_TOKENS, survey
+
+        windows = recipe.text.windows(load_tokenizer(plan.source, recipe.trust_remote_code))
+        compute = compute_dtype(recipe.dtype or targets[0].dtype, device)
+        identity = identity_of(plan, windows, device, compute)
+        if path.exists():
+            found = read_allocation(plan)
+            check_identity(found.identity, identity, plan, recipe.text)
+            return found
+        weights = survey(plan, recipe, windows, device, identity, progress)
+        if not weights:
+            raise UsageError(
+                f"--allocation {recipe.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
+                "give more text, or --allocation uniform",
+            )
+        lay_out = by_outliers if recipe.allocation == "owl" else by_sensitivity
+        chosen = lay_out(weights, {t.name: t.elements for t in targets if t.name in weights}, sparsity)
+        sparsities |= chosen
+        facts = {"sparsity": {name: round(value, 6) for name, value in sorted(chosen.items())}}
+    zeros = counts(targets, sparsities, recipe.count(sum(target.elements for target in targets)))
+    made = Allocation(recipe.allocation, zeros, facts, identity)
+    write_atomic(path, to_json(asdict(made)), plan.work)
+    for done in plan.work.glob("survey-*"):
+        done.unlink()
+    return made
 
 
 def read_allocation(plan: Plan) -> Allocation:

@@ -10,7 +10,6 @@ hidden states once more, and some layers' inputs (stream.py).
 """
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.compress import admm, sparsegpt, wanda
-from tilepress.compress.calibration import Text
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.layouts import converted
 from tilepress.compress.magnitude import layer_threshold, prune as prune_magnitude
 from tilepress.compress.moments import Moments, inverse_factor
 from tilepress.compress.smoothing import Group, find_groups
-from tilepress.compress.stream import KEPT_BYTES, Stream
-from tilepress.compress.targets import Target
-from tilepress.compress.walk import PROBE_TOKENS, Visitor, compute_dtype
-from tilepress.experts import EXPERT_WEIGHT
+from tilepress.compress.stream import Stream
+from tilepress.compress.walk import PROBE_TOKENS, Visitor
 from tilepress.formats import TilepressError
-from tilepress.formats.checkpoint import Checkpoint, linear_shape
+from tilepress.formats.checkpoint import linear_shape
 
 METHODS = ("wanda", "sparsegpt", "admm")
+REFITTING = ("sparsegpt", "admm")  # give kept weights other values
 FEW_TOKENS = 128  # an expert that saw fewer is pruned by magnitude
 
 
@@ -156,13 +153,13 @@ class LayerPruner(Visitor):
             pruned = rounded(pruned, self.dtype, name)
             _put(module, pruned)
             tensors[name] = pruned.cpu().contiguous()
-            method = "magnitude" if few else settings.method
+            made = int((pruned == 0).sum())
             found["pruned"].append(
                 {
                     "name": name,
-                    "method": method,
-                    "zeros": int((pruned == 0).sum()),
-                    "sparsity": zeros / weight.numel(),
+                    "method": "magnitude" if few else settings.method,
+                    "zeros": made,
+                    "sparsity": made / weight.numel(),
                     "tokens": moments.tokens,
                 }
                 | ({} if error is None else {"output_error": round(error, 6)})
@@ -225,31 +222,6 @@ def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _put(module: nn.Module, weight: Tensor) -> None:
     module.weight.data.copy_(weight.t() if linear_shape(module)[2] else weight)
-
-
-def peak_bytes(checkpoint: Checkpoint, targets: list[Target], text: Text, method: str, dense: bool) -> int:
-    """About, beside torch itself: embeddings, a layer (twice with a `dense` stream), hidden states and what streams keep, and what a solver holds of
-    the widest input."""
-    layers: dict[str, list[Target]] = {}
-    for target in targets:
-        layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
-    layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
-    outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
-    config = checkpoint.text_config
-    width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
-    streams = 2 if dense else 1
-    dtype = targets[0].dtype
-    tokens, kept = text.nsamples * text.seqlen, compute_dtype(dtype, "cpu").itemsize  # by a stream
-    hidden = tokens * width * (dtype.itemsize + kept)
-    inputs = min(KEPT_BYTES, tokens * max(t.cols for t in targets) * kept)
-    squares = {"wanda": 1, "sparsegpt": 4, "admm": 6}[method] + streams
-    rectangles = {"wanda": 3, "sparsegpt": 4, "admm": 9}[method]
-    solver = max(4 * (squares * t.cols**2 + rectangles * t.elements) for t in targets)
-    experts = max(
-        sum(4 * t.cols**2 for t in found if EXPERT_WEIGHT.match(t.name)) // 2 for found in layers.values()
-    )  # two of an expert's three share an input
-    window = 4 * text.seqlen * max(t.cols for t in targets) * 4
-    return streams * (layer + hidden) + inputs + 2 * outside + solver + experts + window
 
 
 class _Reached(Exception):

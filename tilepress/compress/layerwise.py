@@ -229,7 +229,10 @@ class LayerByLayer:
                     )
                 if tensor.is_floating_point():
                     parts = converted(tensor, self.stored_dtype or tensor.dtype, stored)
-                    tensor = torch.cat([part.to(self.device, self.dtype) for part in parts]).view(tensor.shape)
+                    tensor, first = torch.empty(tensor.shape, dtype=self.dtype, device=self.device), 0
+                    for part in parts:  # one at a time: together they would be the tensor once more
+                        tensor.view(-1)[first : first + len(part)] = part
+                        first += len(part)
                 else:
                     tensor = tensor.to(self.device)
                 kind[name] = nn.Parameter(tensor, requires_grad=False) if kind is module._parameters else tensor

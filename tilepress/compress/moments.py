@@ -31,9 +31,9 @@ class Moments:
         """x [..., channels], with `dense` of the same shape where cross moments are asked for. Raises TilepressError naming the layer if a value is
         not finite."""
         given = x.detach().reshape(-1, self.width)
-        x = given.float()
-        if not len(x):
+        if not len(given):
             return
+        x = _filled_up(given).float()
         if self._sum is None:
             self._sum = x.new_zeros(self.width, self.width)
             self._difference = torch.zeros_like(self._sum) if self.cross else None
@@ -47,7 +47,7 @@ class Moments:
                     self._difference += (dense - given).t().contiguous() @ given
                 else:
                     self._difference.addmm_((dense.float() - x).t(), x)
-        self.tokens += len(x)
+        self.tokens += len(given)
         if not bool(torch.isfinite(self._sum.diagonal()).all()):
             raise TilepressError(
                 f"the input of {name} is not finite during calibration",
@@ -76,6 +76,14 @@ class Moments:
         if not self.cross or not share:
             return weight
         return weight + share / self.tokens * (weight @ self._difference @ inverse.t() @ inverse)
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """x [tokens, channels] with tokens of zeros up to 64 or a higher power of two, where a CPU has bfloat16 matrix units: oneDNN compiles and keeps
+    a kernel of nearly a megabyte for every number of tokens, and experts get any."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, (1 << max(6, (len(x) - 1).bit_length())) - len(x)))
 
 
 def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress import expectation, layer_pruning
+from tilepress.compress import expectation, layer_pruning, pruning_memory
 from tilepress.compress.allocation import ALLOCATIONS, allocate, read_allocation
 from tilepress.compress.calibration import Text, check_window
 from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
@@ -127,11 +127,7 @@ class PruneRecipe(Recipe):
 
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         writing = super().peak_bytes(checkpoint, targets)
-        if not self.calibrates:
-            return writing
-        return max(
-            writing, layer_pruning.peak_bytes(checkpoint, targets, self.text, self.method, dense=self.method != "wanda")
-        )
+        return max(writing, pruning_memory.peak_bytes(self, checkpoint, targets)) if self.calibrates else writing
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
@@ -142,7 +138,9 @@ class PruneRecipe(Recipe):
                 return None
             if not rank:
                 self._prune_layers(plan, device, progress)
-            return {"pruned": Found(plan.work), "zeros": read_allocation(plan).zeros}
+            found = Found(plan.work)
+            methods = {item["name"]: item["method"] for item in found.facts["pruned"]}
+            return {"pruned": found, "methods": methods, "zeros": read_allocation(plan).zeros}
         if self.scope != "global":
             return {}
         dtypes = {self.dtype or target.dtype for target in plan.targets}
@@ -212,15 +210,17 @@ class PruneRecipe(Recipe):
 
     def _calibrated(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         """The weight as calibration left it; one that is in no decoder layer is pruned by magnitude."""
-        pruned = state["pruned"].get(target.name)
-        if pruned is None:
+        method = state["methods"].get(target.name)
+        if method is None:
             pruned, stats = prune(weight, layer_threshold(weight, state["zeros"][target.name], target.name))
             return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6), "method": "magnitude"})
-        pruned = pruned.to(weight.device)
+        pruned = state["pruned"].get(target.name).to(weight.device)
         whole = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
         moved = float(torch.linalg.vector_norm(pruned.float() - weight.float()))
         record = {"zeros": int((pruned == 0).sum()), "error": round(moved / whole, 6) if whole else 0.0}
-        return Compressed(pruned, record | ({"refitted": True} if self.method != "wanda" else {}))
+        if method == "magnitude":
+            return Compressed(pruned, record | {"method": method})
+        return Compressed(pruned, record | ({"refitted": True} if method in layer_pruning.REFITTING else {}))
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         if not self.calibrates:

@@ -5,34 +5,55 @@ One walk over a few windows. For every input of a layer a variant of the hidden 
 sparsity that was asked for), and runs through all later dense layers beside the others. At the end the squared distance of each variant's states from
 the dense ones,
 every token scaled to unit length, is what those weights cost. Time is that of half as many runs of the model over the few windows as it has inputs.
+All states are written to the work folder every minute, and a stopped survey goes on from there.
 """
 
+import time
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tilepress.compress import wanda
 from tilepress.compress.allocation import CURVE, OUTLIER
-from tilepress.compress.calibration import check_vocabulary, load_tokenizer
+from tilepress.compress.calibration import check_vocabulary
+from tilepress.compress.distill import write_tensors
 from tilepress.compress.layer_pruning import FEW_TOKENS, stages, watch_inputs
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.plan import Plan, Progress
 from tilepress.compress.smoothing import Group, find_groups
 from tilepress.compress.walk import PROBE_TOKENS, compute_dtype
-from tilepress.formats.checkpoint import Checkpoint, linear_shape
+from tilepress.formats.artifact import to_json, write_atomic
+from tilepress.formats.checkpoint import Checkpoint, linear_shape, read_json
 
 if TYPE_CHECKING:
     from tilepress.compress.prune import PruneRecipe
 
 WINDOWS, TOKENS = 8, 512  # of the calibration text, at most
+SAVE_EVERY_S = 60.0  # at the end of a layer
 
 
-def survey(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> dict[str, dict]:
-    """Of each weight in a decoder layer that saw enough tokens: {"layer", "outliers", "curve"} and, for `auto`, "cost" (see allocation.py)."""
+@dataclass
+class _State:
+    """What is known after so many layers: of each weight so far, the dense model's hidden states and those of every variant."""
+
+    layers: int
+    found: dict[str, dict]
+    hidden: list[Tensor]
+    variants: list[tuple[list[str], list[Tensor]]]  # names of what is pruned, hidden states
+
+
+def survey(
+    plan: Plan, recipe: "PruneRecipe", windows: list[list[int]], device: str, identity: str, progress: Progress
+) -> dict[str, dict]:
+    """Of each weight in a decoder layer that saw enough tokens: {"layer", "outliers", "curve"} and, for `auto`, "cost" (see allocation.py).
+
+    Looks at some of the calibration text's `windows`. Goes on from what a stopped survey of the same `identity` left in the work folder."""
     checkpoint = Checkpoint(plan.source)
-    windows = recipe.text.windows(load_tokenizer(checkpoint.path, recipe.trust_remote_code))
     windows = [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
     dtype = recipe.dtype or plan.targets[0].dtype
     model = LayerByLayer(
@@ -41,22 +62,56 @@ def survey(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -
     check_vocabulary(windows, model.model)
     hidden = [model.embed(torch.tensor(window)).to(dtype) for window in windows]
     model.embed(torch.zeros(min(PROBE_TOKENS, *map(len, windows)), dtype=torch.long))
-    found: dict[str, dict] = {}
-    variants: list[tuple[list[str], list[Tensor]]] = []  # names of what is pruned, hidden states
-    for layer in model.layers:
+    files = [plan.work / f"survey-{identity[:16]}-{number:04d}" for number in range(len(model.layers) + 1)]
+    state = _restored(files) or _State(0, {}, hidden, [])
+    del hidden
+    saved = time.monotonic()
+    for number, layer in enumerate(model.layers):
         progress(f"surveying {layer}", 0)
-        with model.loaded(layer):
-            for _, states in variants:
-                states[:] = _run(model, layer, states)
-            hidden = _survey_layer(model, layer, hidden, recipe, found, variants)
+        if number >= state.layers:
+            with model.loaded(layer):
+                for _, states in state.variants:
+                    states[:] = _run(model, layer, states)
+                state.hidden = _survey_layer(model, layer, state.hidden, recipe, state.found, state.variants)
+            state.layers += 1
+            if time.monotonic() - saved >= SAVE_EVERY_S:
+                _save(state, files)
+                saved = time.monotonic()
         progress(f"surveying {layer}", sum(target.elements for target in model.targets_of[layer]))
     at = min(range(len(CURVE)), key=lambda i: abs(CURVE[i] - recipe.sparsity))
-    for names, states in variants:
-        local = sum(found[name]["curve"][at] for name in names)
-        cost = _distance(states, hidden) / local if local else 0.0
+    for names, states in state.variants:
+        local = sum(state.found[name]["curve"][at] for name in names)
+        cost = _distance(states, state.hidden) / local if local else 0.0
         for name in names:
-            found[name]["cost"] = cost
-    return found
+            state.found[name]["cost"] = cost
+    return state.found
+
+
+def _save(state: _State, files: list[Path]) -> None:
+    """As a pair of files in place of the last one; facts come second."""
+    tensors = {f"dense.{i}": h for i, h in enumerate(state.hidden)}
+    tensors |= {f"{v}.{i}": h for v, (_, states) in enumerate(state.variants) for i, h in enumerate(states)}
+    facts = {"found": state.found, "variants": [names for names, _ in state.variants]}
+    file = files[state.layers]
+    write_tensors(file.with_suffix(".safetensors"), tensors)
+    write_atomic(file.with_suffix(".json"), to_json(facts), file.parent)
+    for before in files[: state.layers]:
+        before.with_suffix(".json").unlink(missing_ok=True)
+        before.with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def _restored(files: list[Path]) -> _State | None:
+    layers = max((i for i, file in enumerate(files) if file.with_suffix(".json").exists()), default=None)
+    if layers is None:
+        return None
+    facts = read_json(files[layers].with_suffix(".json"))
+    tensors = load_file(files[layers].with_suffix(".safetensors"))
+
+    def states(key: str | int) -> list[Tensor]:
+        return [tensors[f"{key}.{i}"] for i in range(sum(name.startswith("dense.") for name in tensors))]
+
+    variants = [(names, states(v)) for v, names in enumerate(facts["variants"])]
+    return _State(layers, facts["found"], states("dense"), variants)
 
 
 def _survey_layer(

@@ -81,22 +81,16 @@ def walk(
     Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer."""
     checkpoint = Checkpoint(plan.source)
     windows = text.windows(load_tokenizer(checkpoint.path, trust_remote_code))
-    compute, kind = compute_dtype(visitor.dtype, device), torch.device(device).type
-    sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
-    made_from = [plan.fingerprint, windows, sources, kind, dtype_name(compute)]
-    identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    compute = compute_dtype(visitor.dtype, device)
+    identity = identity_of(plan, windows, device, compute)
     if (plan.work / FACTS).exists():
-        if Found(plan.work).facts.get("identity") != identity:
-            raise UsageError(
-                f"the weights, the text of {text.dataset} or the kind of device have changed since {plan.output} was calibrated",
-                "start again with --overwrite",
-            )
+        check_identity(Found(plan.work).facts.get("identity"), identity, plan, text)
         return
     tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
     facts: dict = {"identity": identity, "windows": len(windows), "tokens": tokens, "warnings": []}
     if tokens < wanted:
         facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
-    facts |= {"computed_in": dtype_name(compute), "device": kind}
+    facts |= {"computed_in": dtype_name(compute), "device": torch.device(device).type}
     model = LayerByLayer(checkpoint, plan.targets, device, compute, stored_dtype, trust_remote_code)
     check_vocabulary(windows, model.model)
     files = [plan.work / f"layer-{identity[:16]}-{i:04d}" for i in range(len(model.layers))]
@@ -119,6 +113,22 @@ def walk(
             facts.setdefault(key, []).extend(values)
     facts["layers"] = [file.with_suffix(".safetensors").name for file in files]
     write_atomic(plan.work / FACTS, to_json(facts), plan.work)
+
+
+def identity_of(plan: Plan, windows: list[list[int]], device: str, compute: torch.dtype) -> str:
+    """Of what is found out about a model: its weights, the settings, the tokens, and what computes."""
+    sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
+    made_from = [plan.fingerprint, windows, sources, torch.device(device).type, dtype_name(compute)]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+
+
+def check_identity(found: str | None, wanted: str, plan: Plan, text: Text) -> None:
+    """Raises UsageError if what is in the work folder was made from something else."""
+    if found != wanted:
+        raise UsageError(
+            f"the weights, the text of {text.dataset} or the kind of device have changed since {plan.output} was calibrated",
+            "start again with --overwrite",
+        )
 
 
 def manifest_facts(work: Path) -> dict:
@@ -145,7 +155,7 @@ def wait_for_walk(work: Path, progress: Progress, patience_s: float = 1800.0, ev
         if (work.parent / MANIFEST_NAME).exists():
             return False
         progress("waiting for the calibration of rank 0", 0)
-        files = sorted(path.name for path in work.glob("layer-*"))
+        files = sorted(path.name for path in work.glob("*"))
         if files != seen:
             changed, seen = time.monotonic(), files
         if time.monotonic() - changed > patience_s:
