@@ -3,14 +3,18 @@
 import itertools
 import math
 import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import prune, run_recipe
 from interruption import digest, stop_anywhere_and_resume
+from safetensors.torch import load_file, save_file
 
 from tilepress import demo
 from tilepress.compress import distill, recover as recovering, recovery_settings
@@ -18,6 +22,7 @@ from tilepress.compress.distill import CLIP_NORM, MaskedAdamW, divergence, learn
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.recover import RecoverRecipe, Recovery
 from tilepress.compress.retrain import Stream
+from tilepress.compress.targets import find_targets
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
 
@@ -38,17 +43,25 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.dense(weight) for name, weight in checkpoint.weights.items()}
 
 
+def edited(source: Path, output: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """A copy of a checkpoint with other values."""
+    shutil.copytree(source, output)
+    for shard in output.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+
 def assert_zeros_held(before: Path, after: Path) -> int:
-    """Every zero of a pruned weight is one still, nothing else became one, and what is left did change; returns how many zeros."""
+    """Every zero is one still, nothing else became one, and what is left of pruned weights did change; returns how many zeros trained tensors have."""
     old, new = tensors_of(before), tensors_of(after)
     assert old.keys() == new.keys()
     zeros = 0
-    for record in read_manifest(before)["tensors"]:
-        if "zeros" in record:
-            was, now = old[record["name"]], new[record["name"]]
-            assert torch.equal(was == 0, now == 0), record["name"]
-            assert not torch.equal(was, now), record["name"]
+    for record in read_manifest(after)["tensors"]:
+        was, now = old[record["name"]], new[record["name"]]
+        assert torch.equal(was == 0, now == 0), record["name"]
+        if record.get("trained"):
             zeros += int((was == 0).sum())
+        assert "zeros" not in record or not torch.equal(was, now), record["name"]
     assert zeros
     return zeros
 
@@ -100,7 +113,7 @@ def test_masked_adamw_against_numpy():
     weight, bias = torch.randn(6, 5), torch.randn(6)
     weight[torch.rand(6, 5) < 0.5] = 0.0
     parameters = {"w": torch.nn.Parameter(weight.clone()), "b": torch.nn.Parameter(bias.clone())}
-    optimizer, steps, peak = MaskedAdamW(parameters, {"w"}, 0.01, 30), 30, 0.01
+    optimizer, steps, peak = MaskedAdamW(parameters, 0.01, 30), 30, 0.01
     kept = (weight != 0).numpy()
     values = np.concatenate([weight.numpy()[kept], bias.numpy()]).astype(np.float64)
     m, v = np.zeros_like(values), np.zeros_like(values)
@@ -152,7 +165,7 @@ def test_noise_replaces_its_share_of_tokens_by_others_of_the_text():
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe", "gpt-oss"])
 def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family, blocks):
     base, pruned = checkpoint_of(family), tmp_path / "pruned"
     prune(base, pruned, 0.5)
@@ -168,6 +181,38 @@ def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family,
     for name, record in names.items():
         outside = "layers." not in name and ".h." not in name
         assert record.get("trained", False) == (not blocks or not outside), name
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_experts_in_one_tensor_learn_what_those_apart_do(checkpoint_of, tmp_path, blocks):
+    """They are no targets: left dense by pruning, trained with `all`, and stored the way that they were."""
+    apart, fused = checkpoint_of("mixtral"), tmp_path / "fused"
+    model = transformers.AutoModelForCausalLM.from_pretrained(apart, dtype=torch.bfloat16)
+    model.save_pretrained(fused, save_original_format=False)
+    shutil.copy(apart / "tokenizer.json", fused)
+    shutil.copy(apart / "tokenizer_config.json", fused)
+    for base in (apart, fused):
+        recipe = PruneRecipe(0.5, format="tiled-csl", ignore=("*.experts.*",) if base == apart else ())
+        run_recipe(RecoverRecipe(recovery(blocks=blocks, nsamples=8), recipe), base, tmp_path / base.name / "out")
+    before, one, many = tensors_of(fused), tensors_of(fused / "out"), tensors_of(tmp_path / apart.name / "out")
+    for layer in (0, 1):
+        experts = f"model.layers.{layer}.block_sparse_moe.experts"
+        w1, w2, w3 = (torch.stack([many[f"{experts}.{i}.{w}.weight"] for i in range(4)]) for w in ("w1", "w2", "w3"))
+        for name, expected in (("gate_up_proj", torch.cat([w1, w3], 1)), ("down_proj", w2)):
+            was, now = (found[f"model.layers.{layer}.mlp.experts.{name}"].float() for found in (before, one))
+            assert float((now - expected.float()).norm()) < 0.2 * float((now - was).norm())
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "opt", "llama-tied"])
+def test_every_zero_of_another_tool_is_held(checkpoint_of, tmp_path, cli, family):
+    """In embeddings, fused experts and biases too."""
+    base, pruned = checkpoint_of(family), tmp_path / "pruned"
+    torch.manual_seed(3)
+    edited(base, pruned, lambda name, tensor: tensor * (torch.rand(tensor.shape) > 0.3))
+    recover(pruned, base, tmp_path / "out")
+    assert_zeros_held(pruned, tmp_path / "out")
+    checked = cli("verify", tmp_path / "out", "--base", pruned)
+    assert checked.code == 0, checked.out
 
 
 @pytest.mark.parametrize("layout", ["tiled-csl", "tiled-bitmap", "dense"])
@@ -303,10 +348,7 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
     (tmp_path / "short.txt").write_text("too short")
     torch.manual_seed(5)
     other = tmp_path / "other"
-    other.mkdir()
-    for path in base.iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
-    shuffle_weights(other)
+    edited(base, other, lambda name, tensor: tensor.flatten()[torch.randperm(tensor.numel())].view(tensor.shape))
     words = ["--steps", "5", "--dataset", demo.TEXT, "--seqlen", "32"]
     for model, given, message in (
         (pruned, words, "--base"),
@@ -332,15 +374,6 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
     assert ran.code == 2 and "one process" in ran.err
 
 
-def shuffle_weights(path: Path) -> None:
-    """Another model of the same shapes."""
-    from safetensors.torch import load_file, save_file
-
-    for shard in path.glob("*.safetensors"):
-        tensors = {name: t.flatten()[torch.randperm(t.numel())].view(t.shape) for name, t in load_file(shard).items()}
-        save_file(tensors, shard, metadata={"format": "pt"})
-
-
 def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
     base, pruned = llama
     monkeypatch.setattr("tilepress.compress.retrain.relative_error", lambda a, b: a.sum() * math.nan)
@@ -350,6 +383,16 @@ def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
 
 
 # Memory.
+
+
+def test_block_by_block_memory_holds_the_experts_of_one_layer(checkpoint_of):
+    def planned(layers: int, way: str) -> int:
+        checkpoint = Checkpoint(checkpoint_of("gpt-oss", num_hidden_layers=layers))
+        return recovery_settings.memory_bytes(checkpoint, find_targets(checkpoint)[0], recovery(), way, "cpu")
+
+    assert planned(2, "blocks") == planned(4, "blocks")
+    experts = 4 * (3 * 128 * 200 + 2 * 200 + 128)  # of a layer
+    assert planned(4, "model") - planned(2, "model") > 2 * experts * 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read anonymous memory")

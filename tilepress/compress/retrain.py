@@ -126,19 +126,17 @@ class Pair:
             weight = self.start(target)
             self.student.model.get_submodule(self.student.module_of[target.name]).weight.data.copy_(weight)
 
-    def trained(self, train: str, inside: str = "") -> tuple[dict[str, nn.Parameter], set[str]]:
-        """The parameters to train by stored name, and which of them are targets."""
-        student = self.student
-        targets = {f"{path}.weight": name for name, path in student.module_of.items()}
-        found, masked = {}, set()
+    def trained(self, train: str, inside: str = "") -> dict[str, nn.Parameter]:
+        """The parameters to train, by stored name."""
+        student, found = self.student, {}
+        targets = {f"{path}.weight" for path in student.module_of.values()}
         for path, parameter in student.model.named_parameters():
             stored = student.stored.get(path)
             kept, small = path in targets, parameter.dim() < 2
             chosen = kept or train == "all" or (small and train == "norms")
             if stored and chosen and path.startswith(inside) and parameter.device.type != "meta":
                 found[stored] = parameter.requires_grad_(True)
-                masked |= {stored} if kept else set()
-        return found, masked
+        return found
 
     def same_memory(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The parameters under every stored name that they have: a tied output head may be stored too."""
@@ -166,7 +164,7 @@ def train_model(
     progress("loading both models", 0)
     student, teacher = pair.student.load_all(), pair.teacher.load_all()
     pair.put(targets)
-    parameters, masked = pair.trained(training.train)
+    parameters = pair.trained(training.train)
     if not keeps_activations:
         for layer in layers:
             recompute(student.get_submodule(layer))
@@ -198,7 +196,7 @@ def train_model(
 
     unit = sum(target.elements for target in targets)
     before = held_out()
-    optimizer = MaskedAdamW(parameters, masked, training.peak_lr, training.steps)
+    optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
     saved = SavedState(folder / "training.safetensors", identity, training.save_every_s)
     losses = fit(optimizer, backward, saved, told)
     with torch.no_grad():  # what the artifact will hold is what is measured
@@ -206,7 +204,7 @@ def train_model(
             parameter.copy_(parameter.to(dtypes[name]))
     after = held_out()
     write_tensors(folder / "recovered-0.safetensors", _stored(pair.same_memory(parameters), dtypes))
-    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters, masked)
+    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters)
 
 
 def train_blocks(
@@ -235,14 +233,14 @@ def train_blocks(
         file = folder / f"recovered-{number}.safetensors"
         with student.loaded(layer) as module:
             pair.put(student.targets_of[layer])  # of a finished layer too: a recipe may count on its order
-            parameters, masked = pair.trained(training.train, f"{layer}.")
-            found = _counts(parameters, masked)
+            parameters = pair.trained(training.train, f"{layer}.")
+            found = _counts(parameters)
             counts = {key: counts[key] + found[key] for key in counts}
             saved = SavedState(folder / f"training-{number}.safetensors", f"{identity} {number}", training.save_every_s)
             told = _finished(file, saved.identity)
             if told is None:
                 block = _Block(pair, layer, hidden, wanted, held)
-                told = _train_block(block, number, parameters, masked, training, saved, progress)
+                told = _train_block(block, number, parameters, training, saved, progress)
                 told = {key: value.hex() for key, value in told.items()} | {"identity": saved.identity}
                 write_tensors(file, _stored(parameters, dtypes), told)
                 saved.path.unlink(missing_ok=True)
@@ -283,12 +281,12 @@ def _run(pair: Pair, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
 
 
 def _train_block(
-    block: _Block, number: int, parameters: dict, masked: set[str], training: Training, saved: SavedState, progress
+    block: _Block, number: int, parameters: dict, training: Training, saved: SavedState, progress: Progress
 ) -> dict[str, float]:
     count = len(block.hidden) - block.held
     order = _orders(count, (training.seed << 24) + (number << 12))
     units = sum(target.elements for target in block.pair.student.targets_of[block.layer])
-    optimizer = MaskedAdamW(parameters, masked, training.peak_lr, training.steps)
+    optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
 
     def backward(step: int) -> Tensor:
         total = 0.0
@@ -337,10 +335,10 @@ def _stored(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype])
     return found
 
 
-def _counts(parameters: dict[str, nn.Parameter], masked: set[str]) -> dict[str, int]:
+def _counts(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
     elements = sum(parameter.numel() for parameter in parameters.values())
-    zeros = sum(parameters[name].numel() - int(torch.count_nonzero(parameters[name])) for name in masked)
-    return {"trained_parameters": elements - zeros, "zeros_held": zeros}
+    kept = sum(int(torch.count_nonzero(parameter)) for parameter in parameters.values())
+    return {"trained_parameters": kept, "zeros_held": elements - kept}
 
 
 def thinned(losses: list[float]) -> list[float]:
