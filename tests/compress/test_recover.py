@@ -25,6 +25,7 @@ from tilepress.compress.retrain import Stream
 from tilepress.compress.targets import find_targets
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
+from tilepress.runtime.loader import load
 
 SHORT = {"steps": 20, "seqlen": 32, "batch": 2}
 
@@ -280,6 +281,47 @@ def test_only_what_is_asked_for_is_trained(llama, tmp_path, train):
     for name in old:
         small = old[name].dim() == 1
         assert torch.equal(old[name], new[name]) != (name in targets or train == "all" or (small and train == "norms"))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_no_kept_weight_is_rounded_to_zero(checkpoint_of, tmp_path, blocks):
+    """float16 has no value below 6e-8: of weights as small as that many train to less than half of it."""
+    base, pruned = checkpoint_of("llama", torch.float16), tmp_path / "pruned"
+    torch.manual_seed(4)
+    smallest = torch.finfo(torch.float16).smallest_normal / 1024
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        choice = torch.rand(tensor.shape)
+        small = torch.where(choice < 0.4, tensor.sign() * smallest, tensor)
+        return torch.where(choice < 0.2, 0, small) if "proj" in name else tensor
+
+    edited(base, pruned, change)
+    told = recover(pruned, base, tmp_path / "out", blocks=blocks, lr=smallest, nsamples=8)["recovery"]
+    assert told["zeros_held"] == assert_zeros_held(pruned, tmp_path / "out")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_seeds_of_any_size(llama, tmp_path, blocks):
+    base, pruned = llama
+    recover(pruned, base, tmp_path / "out", blocks=blocks, seed=2**70, noise=0.1, steps=1, nsamples=4)
+
+
+def test_a_block_is_measured_as_it_is_stored(llama, tmp_path, monkeypatch):
+    base, pruned = llama
+    seen, real = [], recovering.train_blocks
+    monkeypatch.setattr(recovering, "train_blocks", lambda *args: (seen.extend(args[2:4]), real(*args))[1])
+    told = recover(pruned, base, tmp_path / "out", blocks=True, nsamples=4)["recovery"]["layers"][0]
+    windows, held = seen
+    errors = []
+    for window in windows[-held:]:
+        made = []
+        for path in (tmp_path / "out", base):
+            model = load(path, dtype=torch.float32)
+            with torch.no_grad(), distill.outputs_of(model, ["model.layers.0"]) as found:
+                model(window[None], use_cache=False)
+            made += found
+        errors.append(float(relative_error(made[0], made[1].bfloat16())))
+    assert told["error_after"] == pytest.approx(np.mean(errors), rel=1e-5)
 
 
 # The same bytes.
