@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,13 @@ from interruption import digest, stop_anywhere_and_resume
 from safetensors.torch import load_file, save_file
 
 from tilepress import demo
-from tilepress.compress import distill, recover as recovering, recovery_settings
+from tilepress.compress import distill, recover as recovering, recovery_settings, shards
 from tilepress.compress.distill import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.recover import RecoverRecipe, Recovery
 from tilepress.compress.retrain import Stream
 from tilepress.compress.targets import find_targets
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
 from tilepress.runtime.loader import load
 
@@ -361,6 +362,51 @@ def test_a_resumed_run_goes_on_where_the_state_was_kept(llama, tmp_path, monkeyp
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_run_stopped_while_it_packs_goes_on_from_the_same_text_alone(llama, tmp_path, monkeypatch, blocks):
+    """Else some shards would hold what was trained on one text, and others what was on another."""
+    base, pruned = llama
+    text = tmp_path / "text.jsonl"
+    shutil.copy(demo.TEXT, text)
+    recipe = RecoverRecipe(recovery(text, blocks=blocks, nsamples=4, steps=2), base=base, base_name="base")
+    run_recipe(recipe, pruned, tmp_path / "whole")
+    out = tmp_path / "out"
+    run = partial(run_recipe, recipe, pruned, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_write_shard", stopped_at(2, shards._write_shard))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert not list((out / ".tilepress").glob("training*"))
+    text.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[::-1]))
+    with pytest.raises(UsageError, match="have changed since"):
+        run(resume=True)
+    shutil.copy(demo.TEXT, text)
+    run(resume=True)
+    assert digest(out) == digest(tmp_path / "whole")
+
+
+def stopped_at(call: int, real: Callable) -> Callable:
+    """A function that is interrupted when it is called for that time."""
+    left = itertools.count(call, -1)
+
+    def run(*args):
+        if next(left) == 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    return run
+
+
+def test_a_killed_save_leaves_nothing_that_the_next_one_does_not_remove(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.os, "fsync", stopped_at(1, distill.os.fsync))
+        with pytest.raises(KeyboardInterrupt):
+            distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    assert not (tmp_path / "state").exists()
+    distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+
+
 def test_seeds_and_recomputed_layers(llama, tmp_path, monkeypatch):
     base, pruned = llama
     recover(pruned, base, tmp_path / "a")
@@ -399,6 +445,11 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
         (pruned, ["--base", checkpoint_of("qwen3"), *words], "has model_type llama, the base qwen3 qwen3"),
         (pruned, ["--base", checkpoint_of("llama", vocab_size=310), *words], "has vocab_size 300, the base llama 310"),
         (pruned, ["--base", checkpoint_of("llama", hidden_size=256), *words], r"in the base llama it is \[256"),
+        (
+            pruned,
+            ["--base", checkpoint_of("llama", num_hidden_layers=3), *words],
+            "has decoder layers 2, the base llama 3",
+        ),
         (pruned, ["--base", other, *words], "it is another model"),
         (pruned, ["--base", base, *words, "--dataset", tmp_path / "short.txt"], "needs at least 62"),
         (pruned, ["--base", base, *words, "--seqlen", "100000"], "positions"),
@@ -414,6 +465,16 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
     words = ["--sparsity", "0.5", "--recover", "5", "--rank", "0", "--world-size", "2"]
     ran = cli("compress", "prune", base, "-o", tmp_path / "out", *words)
     assert ran.code == 2 and "one process" in ran.err
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_training_in_vain_is_told(llama, tmp_path, blocks):
+    base, pruned = llama
+    told = recover(pruned, base, tmp_path / "out", lr=0.9, steps=2, blocks=blocks, nsamples=4)["recovery"]
+    names = [f"model.layers.{i}" for i in (0, 1)] if blocks else ["the model"]
+    assert told["warnings"] == [
+        f"recovery did not bring {name} nearer to the dense one on text that was held out" for name in names
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):

@@ -161,7 +161,9 @@ class SavedState:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that is there whole or not at all. Tensors may share memory."""
+    """A safetensors file that is there whole or not at all, written by one process at a time. Tensors may share memory."""
+    for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a killed run
+        stale.unlink(missing_ok=True)
     temporary, seen, apart = temporary_name(path.parent, path), set(), {}
     for name, tensor in tensors.items():
         here = tensor.detach().cpu().contiguous()

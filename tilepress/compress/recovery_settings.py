@@ -70,14 +70,14 @@ def hidden_size(checkpoint: Checkpoint, targets: list[Target]) -> int:
     return config.get("hidden_size") or config.get("n_embd") or max(target.cols for target in targets)
 
 
-def _layer_count(checkpoint: Checkpoint) -> int:
+def layer_count(checkpoint: Checkpoint) -> int:
     config = checkpoint.text_config
     return config.get("num_hidden_layers") or config.get("n_layer") or 1
 
 
 def activation_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, recomputed: bool) -> int:
     """What the way back needs of the windows that run at a time, about: float32 inputs and outputs of linear layers, norms and products."""
-    tokens, layers = recovery.windows_at_once * recovery.seqlen, _layer_count(checkpoint)
+    tokens, layers = recovery.windows_at_once * recovery.seqlen, layer_count(checkpoint)
     inside = 4 * tokens * sum(2 * target.rows + target.cols for target in targets) // layers
     boundaries = 2 * 4 * tokens * hidden_size(checkpoint, targets) * layers  # of both models
     return boundaries + (inside if recomputed else inside * layers)
@@ -113,7 +113,7 @@ def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recove
         activations = activation_bytes(checkpoint, targets, recovery, not keeps)
         weights = kept * (trains + 1 + casts + compute) + (inside + outside) * (others + casts + compute)
         return weights + activations + logits + rows
-    layers = _layer_count(checkpoint)
+    layers = layer_count(checkpoint)
     layer = (kept * (trains + 1 + casts) + inside * (others + casts)) // layers
     one = Recovery(1, recovery.dataset, recovery.seqlen, batch=1, micro_batch=1)
     activations = activation_bytes(checkpoint, targets, one, False) // layers

@@ -36,6 +36,7 @@ from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, UsageError
 
 Start = Callable[[Target], Tensor]  # a target's pruned weight, the way round that the model stores it
+STATE = "training.safetensors"  # of the whole model, in the work folder
 _CURVE = 20  # losses that the manifest keeps
 
 
@@ -203,7 +204,7 @@ def train_model(
     unit = sum(target.elements for target in targets)
     before = held_out()
     optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
-    saved = SavedState(folder / "training.safetensors", identity, training.save_every_s)
+    saved = SavedState(folder / STATE, identity, training.save_every_s)
     losses = fit(optimizer, backward, saved, told)
     _round(parameters, dtypes)
     after = held_out()
