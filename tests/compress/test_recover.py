@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import prune, run_recipe
+from conftest import few_words, prune, run_recipe
 from interruption import digest, stop_anywhere_and_resume
 from safetensors.torch import load_file, save_file
 
 from tilepress import demo
 from tilepress.compress import distill, recover as recovering, recovery_settings, shards
 from tilepress.compress.distill import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
+from tilepress.compress.kv import KVRecipe
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.recover import RecoverRecipe, Recovery
 from tilepress.compress.retrain import Stream
@@ -179,6 +180,9 @@ def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family,
         assert all(layer["error_after"] < layer["error_before"] for layer in told["layers"])
     else:
         assert told["kl_after"] < told["kl_before"] and told["losses"][-1] < told["losses"][0] and not told["warnings"]
+    last, what = (told["layers"][-1], "error") if blocks else (told, "kl")
+    brought = f"{last[f'{what}_before']:.4f} -> {last[f'{what}_after']:.4f}"
+    assert brought in (tmp_path / "out" / "README.md").read_text()
     names = {record["name"]: record for record in manifest["tensors"]}
     for name, record in names.items():
         outside = "layers." not in name and ".h." not in name
@@ -261,6 +265,25 @@ def test_prune_with_recover_is_prune_and_then_recover(llama, tmp_path, cli, scop
     manifest = read_manifest(tmp_path / "one")
     assert manifest["command"] == "compress prune" and manifest["settings"]["recover_steps"] == 20
     assert manifest["settings"]["sparsity"] == 0.6 and "recipe" not in manifest["source"]
+
+
+def test_the_card_of_a_recovered_model_says_what_is_known_of_one(llama, tmp_path, cli):
+    """Not what pruning alone costs, whichever command it went through last."""
+    base, _ = llama
+    prune(base, tmp_path / "pruned", 0.8)
+    recover(tmp_path / "pruned", base, tmp_path / "recovered")
+    recipe = RecoverRecipe(recovery(), PruneRecipe(0.8, format="tiled-csl"))
+    assert recipe.warnings() == []
+    run_recipe(recipe, base, tmp_path / "at-once")
+    run_recipe(KVRecipe(few_words()), tmp_path / "recovered", tmp_path / "with-cache")
+    run_recipe(KVRecipe(few_words()), tmp_path / "at-once", tmp_path / "at-once-with-cache")
+    assert "**Warning**: magnitude pruning breaks models" in (tmp_path / "pruned" / "README.md").read_text()
+    for name in ("recovered", "at-once", "with-cache", "at-once-with-cache"):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "What pruning by magnitude to 80% zeros left was trained against the dense model" in card
+        assert "at 1.151 times its dense perplexity" in card and "**Warning**" not in card
+    recover(tmp_path / "pruned", base, tmp_path / "in-vain", lr=0.9)
+    assert "**Warning**: recovery did not bring the model nearer" in (tmp_path / "in-vain" / "README.md").read_text()
 
 
 def test_prune_recover_on_the_command_line(llama, tmp_path, cli):

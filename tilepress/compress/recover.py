@@ -82,9 +82,6 @@ class RecoverRecipe(Recipe):
     def expected_density(self) -> float:
         return self.prune.expected_density() if self.prune else self.density
 
-    def warnings(self) -> list[str]:
-        return self.prune.warnings() if self.prune else []
-
     def settings(self) -> dict:
         own = asdict(self.recovery)
         if self.prune:
