@@ -244,15 +244,15 @@ def peak_and_seconds(process) -> tuple[int, float]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
 def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, command):
-    sizes = (2, 4)
+    sizes = (1, 3)
     for layers in sizes:
         (tmp_path / str(layers)).mkdir()
         big(tmp_path / str(layers), layers)
-    largest_shard = max(p.stat().st_size for p in (tmp_path / "4").glob("*.safetensors"))
+    largest_shard = max(p.stat().st_size for p in (tmp_path / "3").glob("*.safetensors"))
     calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
     for run, words in {
         "layer": ["prune", "--sparsity", "0.7"],
-        "global": ["prune", "--sparsity", "0.7", "--scope", "global"],
+        "global": ["prune", "--sparsity", "0.7", "--scope", "global", "--format", "dense"],
         "int8": ["quantize"],
         "calibrated": ["quantize", *calibrated],
         "kv": ["kv", *calibrated[4:]],
@@ -262,13 +262,13 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, comm
             output = tmp_path / f"{run}-{n}"
             found[n] = peak_and_seconds(command("compress", *words, tmp_path / str(n), "-o", output, "-q"))
             shutil.rmtree(output)
-        assert found[4][1] < 2 * found[2][1] * 1.6 + 1.0, found
-        plan = cli("compress", *words, tmp_path / "4", "-o", tmp_path / "planned", "--dry-run", "--json")
+        assert found[3][1] < 3 * found[1][1] * 1.2 + 1.0, found
+        plan = cli("compress", *words, tmp_path / "3", "-o", tmp_path / "planned", "--dry-run", "--json")
         planned = plan.json["peak_memory_bytes"]
         for peak, _ in found.values():
             assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
             assert run in ("calibrated", "kv") or peak < largest_shard + 3 * 2 * 2048 * 1024 + (400 << 20)
-        assert found[4][0] < found[2][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
+        assert found[3][0] < found[1][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
 
 
 def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, command):
