@@ -455,7 +455,7 @@ def test_micro_batches_add_up(llama, tmp_path):
 # What cannot be done.
 
 
-def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
+def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli, monkeypatch):
     base, pruned = llama
     (tmp_path / "short.txt").write_text("too short")
     torch.manual_seed(5)
@@ -486,6 +486,10 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
         ran = cli("compress", "recover", model, "-o", tmp_path / "out", *given)
         assert ran.code == 2 and re.search(message, ran.err), (given, ran.err)
         assert len(ran.err.strip().splitlines()) == 2
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    ran = cli("compress", "recover", pruned, "--base", base, "-o", tmp_path / "out", *words)
+    assert ran.code == 2 and "one process" in ran.err
+    monkeypatch.delenv("SLURM_NTASKS")
     words = ["--sparsity", "0.5", "--recover", "5", "--rank", "0", "--world-size", "2"]
     ran = cli("compress", "prune", base, "-o", tmp_path / "out", *words)
     assert ran.code == 2 and "one process" in ran.err
