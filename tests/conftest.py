@@ -136,7 +136,7 @@ def halves(tmp_path_factory) -> tuple[Text, Path]:
     folder, documents = tmp_path_factory.mktemp("halves"), demo.TEXT.read_text().splitlines(keepends=True)
     for name, part in (("calibration", documents[:4]), ("held-out", documents[4:])):
         (folder / f"{name}.jsonl").write_text("".join(part))
-    return few_words(24, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
+    return few_words(12, 512, folder / "calibration.jsonl"), folder / "held-out.jsonl"
 
 
 @pytest.fixture(scope="session")

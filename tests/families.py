@@ -63,6 +63,7 @@ FAMILIES = {
     "stablelm": ("StableLmConfig", _GQA),
     "diffllama": ("DiffLlamaConfig", _GQA),
     "doge": ("DogeConfig", _GQA),
+    "gpt-oss": ("GptOssConfig", _GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
     "mixtral": ("MixtralConfig", _GQA | {"num_local_experts": 4}),
     "qwen3-moe": (
         "Qwen3MoeConfig",

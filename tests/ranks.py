@@ -104,7 +104,8 @@ class Ranks:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+        context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])  # once for all of them
         ends = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in ends]
         args = [(rank, size, port, device, theirs) for rank, (_, theirs) in enumerate(ends)]

@@ -81,15 +81,15 @@ def test_env(cli):
 
 def test_demo_shows_the_whole_path(tmp_path, cli):
     started = time.monotonic(), time.process_time()
-    ran = cli("demo", "-o", tmp_path / "demo")
+    ran = cli("demo", "-o", tmp_path / "demo", "--sparsity", "0.5,0.6")
     assert ran.code == 0, ran.err
-    # Seconds, or CPU seconds: others may keep the machine busy, or many threads may wait.
-    assert min(time.monotonic() - started[0], time.process_time() - started[1]) < 90
+    # Seconds, or CPU seconds: others may keep the machine busy, or many threads may wait. Half of what it shows by itself.
+    assert min(time.monotonic() - started[0], time.process_time() - started[1]) < 45
     lines = [line.split() for line in ran.out.splitlines() if line.startswith("  magnitude")]
     perplexities = [float(line[6]) for line in lines]
-    assert len(lines) == 4 and perplexities == sorted(perplexities)
+    assert len(lines) == 2 and perplexities == sorted(perplexities)
     for command in ("compress prune", "verify", "eval perplexity"):
-        assert ran.err.count(f"$ tilepress {command}") == 4
+        assert ran.err.count(f"$ tilepress {command}") == 2
     assert (tmp_path / "demo" / "tiny-60" / "tilepress.json").exists()
     again = cli("demo", "-o", tmp_path / "demo")
     assert again.code == 2 and "holds files" in again.err

@@ -240,6 +240,11 @@ def recover(
     """
     from tilepress.compress.recover import RecoverRecipe, Recovery, density_of
 
+    if find_rank(None, None)[1] > 1:
+        raise UsageError(
+            "recovery trains in one process, but WORLD_SIZE or SLURM_NTASKS tells of several",
+            "start it once, without torchrun or srun",
+        )
     checkpoint, dense = _open(model, how.revision), _open(base, None)
     text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)
     recovery = Recovery(

@@ -3,22 +3,30 @@
 import itertools
 import math
 import re
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import prune, run_recipe
+import transformers
+from conftest import few_words, prune, run_recipe
 from interruption import digest, stop_anywhere_and_resume
+from safetensors.torch import load_file, save_file
 
 from tilepress import demo
-from tilepress.compress import distill, recover as recovering, recovery_settings
+from tilepress.compress import distill, recover as recovering, recovery_settings, shards
 from tilepress.compress.distill import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
+from tilepress.compress.kv import KVRecipe
 from tilepress.compress.prune import PruneRecipe
 from tilepress.compress.recover import RecoverRecipe, Recovery
 from tilepress.compress.retrain import Stream
-from tilepress.formats import TilepressError
+from tilepress.compress.targets import find_targets
+from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
+from tilepress.runtime.loader import load
 
 SHORT = {"steps": 20, "seqlen": 32, "batch": 2}
 
@@ -37,17 +45,25 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.dense(weight) for name, weight in checkpoint.weights.items()}
 
 
+def edited(source: Path, output: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """A copy of a checkpoint with other values."""
+    shutil.copytree(source, output)
+    for shard in output.glob("*.safetensors"):
+        tensors = {name: change(name, tensor) for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+
+
 def assert_zeros_held(before: Path, after: Path) -> int:
-    """Every zero of a pruned weight is one still, nothing else became one, and what is left did change; returns how many zeros."""
+    """Every zero is one still, nothing else became one, and what is left of pruned weights did change; returns how many zeros trained tensors have."""
     old, new = tensors_of(before), tensors_of(after)
     assert old.keys() == new.keys()
     zeros = 0
-    for record in read_manifest(before)["tensors"]:
-        if "zeros" in record:
-            was, now = old[record["name"]], new[record["name"]]
-            assert torch.equal(was == 0, now == 0), record["name"]
-            assert not torch.equal(was, now), record["name"]
+    for record in read_manifest(after)["tensors"]:
+        was, now = old[record["name"]], new[record["name"]]
+        assert torch.equal(was == 0, now == 0), record["name"]
+        if record.get("trained"):
             zeros += int((was == 0).sum())
+        assert "zeros" not in record or not torch.equal(was, now), record["name"]
     assert zeros
     return zeros
 
@@ -99,7 +115,7 @@ def test_masked_adamw_against_numpy():
     weight, bias = torch.randn(6, 5), torch.randn(6)
     weight[torch.rand(6, 5) < 0.5] = 0.0
     parameters = {"w": torch.nn.Parameter(weight.clone()), "b": torch.nn.Parameter(bias.clone())}
-    optimizer, steps, peak = MaskedAdamW(parameters, {"w"}, 0.01, 30), 30, 0.01
+    optimizer, steps, peak = MaskedAdamW(parameters, 0.01, 30), 30, 0.01
     kept = (weight != 0).numpy()
     values = np.concatenate([weight.numpy()[kept], bias.numpy()]).astype(np.float64)
     m, v = np.zeros_like(values), np.zeros_like(values)
@@ -151,7 +167,7 @@ def test_noise_replaces_its_share_of_tokens_by_others_of_the_text():
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe", "gpt-oss"])
 def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family, blocks):
     base, pruned = checkpoint_of(family), tmp_path / "pruned"
     prune(base, pruned, 0.5)
@@ -163,10 +179,45 @@ def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family,
         assert all(layer["error_after"] < layer["error_before"] for layer in told["layers"])
     else:
         assert told["kl_after"] < told["kl_before"] and told["losses"][-1] < told["losses"][0] and not told["warnings"]
+    last, what = (told["layers"][-1], "error") if blocks else (told, "kl")
+    brought = f"{last[f'{what}_before']:.4f} -> {last[f'{what}_after']:.4f}"
+    assert brought in (tmp_path / "out" / "README.md").read_text()
     names = {record["name"]: record for record in manifest["tensors"]}
     for name, record in names.items():
         outside = "layers." not in name and ".h." not in name
         assert record.get("trained", False) == (not blocks or not outside), name
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_experts_in_one_tensor_learn_what_those_apart_do(checkpoint_of, tmp_path, blocks):
+    """They are no targets: left dense by pruning, trained with `all`, and stored the way that they were."""
+    apart, fused = checkpoint_of("mixtral"), tmp_path / "fused"
+    model = transformers.AutoModelForCausalLM.from_pretrained(apart, dtype=torch.bfloat16)
+    model.save_pretrained(fused, save_original_format=False)
+    shutil.copy(apart / "tokenizer.json", fused)
+    shutil.copy(apart / "tokenizer_config.json", fused)
+    for base in (apart, fused):
+        recipe = PruneRecipe(0.5, format="tiled-csl", ignore=("*.experts.*",) if base == apart else ())
+        run_recipe(RecoverRecipe(recovery(blocks=blocks, nsamples=8), recipe), base, tmp_path / base.name / "out")
+    before, one, many = tensors_of(fused), tensors_of(fused / "out"), tensors_of(tmp_path / apart.name / "out")
+    for layer in (0, 1):
+        experts = f"model.layers.{layer}.block_sparse_moe.experts"
+        w1, w2, w3 = (torch.stack([many[f"{experts}.{i}.{w}.weight"] for i in range(4)]) for w in ("w1", "w2", "w3"))
+        for name, expected in (("gate_up_proj", torch.cat([w1, w3], 1)), ("down_proj", w2)):
+            was, now = (found[f"model.layers.{layer}.mlp.experts.{name}"].float() for found in (before, one))
+            assert float((now - expected.float()).norm()) < 0.2 * float((now - was).norm())
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "opt", "llama-tied"])
+def test_every_zero_of_another_tool_is_held(checkpoint_of, tmp_path, cli, family):
+    """In embeddings, fused experts and biases too."""
+    base, pruned = checkpoint_of(family), tmp_path / "pruned"
+    torch.manual_seed(3)
+    edited(base, pruned, lambda name, tensor: tensor * (torch.rand(tensor.shape) > 0.3))
+    recover(pruned, base, tmp_path / "out")
+    assert_zeros_held(pruned, tmp_path / "out")
+    checked = cli("verify", tmp_path / "out", "--base", pruned)
+    assert checked.code == 0, checked.out
 
 
 @pytest.mark.parametrize("layout", ["tiled-csl", "tiled-bitmap", "dense"])
@@ -215,6 +266,25 @@ def test_prune_with_recover_is_prune_and_then_recover(llama, tmp_path, cli, scop
     assert manifest["settings"]["sparsity"] == 0.6 and "recipe" not in manifest["source"]
 
 
+def test_the_card_of_a_recovered_model_says_what_is_known_of_one(llama, tmp_path, cli):
+    """Not what pruning alone costs, whichever command it went through last."""
+    base, _ = llama
+    prune(base, tmp_path / "pruned", 0.8)
+    recover(tmp_path / "pruned", base, tmp_path / "recovered")
+    recipe = RecoverRecipe(recovery(), PruneRecipe(0.8, format="tiled-csl"))
+    assert recipe.warnings() == []
+    run_recipe(recipe, base, tmp_path / "at-once")
+    for name in ("recovered", "at-once"):
+        run_recipe(KVRecipe(few_words(2, 16)), tmp_path / name, tmp_path / f"{name}-with-cache")
+    assert "**Warning**: magnitude pruning breaks models" in (tmp_path / "pruned" / "README.md").read_text()
+    for name in ("recovered", "at-once", "recovered-with-cache", "at-once-with-cache"):
+        card = (tmp_path / name / "README.md").read_text()
+        assert "What pruning by magnitude to 80% zeros left was trained against the dense model" in card
+        assert "at 1.151 times its dense perplexity" in card and "**Warning**" not in card
+    recover(tmp_path / "pruned", base, tmp_path / "in-vain", lr=0.9)
+    assert "**Warning**: recovery did not bring the model nearer" in (tmp_path / "in-vain" / "README.md").read_text()
+
+
 def test_prune_recover_on_the_command_line(llama, tmp_path, cli):
     base, _ = llama
     words = ["--sparsity", "0.5", "--recover", "5", "--dataset", demo.TEXT, "--seqlen", "32"]
@@ -236,12 +306,54 @@ def test_only_what_is_asked_for_is_trained(llama, tmp_path, train):
         assert torch.equal(old[name], new[name]) != (name in targets or train == "all" or (small and train == "norms"))
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_no_kept_weight_is_rounded_to_zero(checkpoint_of, tmp_path, blocks):
+    """float16 has no value below 6e-8: of weights as small as that many train to less than half of it."""
+    base, pruned = checkpoint_of("llama", torch.float16), tmp_path / "pruned"
+    torch.manual_seed(4)
+    smallest = torch.finfo(torch.float16).smallest_normal / 1024
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        choice = torch.rand(tensor.shape)
+        small = torch.where(choice < 0.4, tensor.sign() * smallest, tensor)
+        return torch.where(choice < 0.2, 0, small) if "proj" in name else tensor
+
+    edited(base, pruned, change)
+    told = recover(pruned, base, tmp_path / "out", blocks=blocks, lr=smallest, nsamples=8)["recovery"]
+    assert told["zeros_held"] == assert_zeros_held(pruned, tmp_path / "out")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_seeds_of_any_size(llama, tmp_path, blocks):
+    base, pruned = llama
+    recover(pruned, base, tmp_path / "out", blocks=blocks, seed=2**70, noise=0.1, steps=1, nsamples=4)
+
+
+def test_a_block_is_measured_as_it_is_stored(llama, tmp_path, monkeypatch):
+    base, pruned = llama
+    seen, real = [], recovering.train_blocks
+    monkeypatch.setattr(recovering, "train_blocks", lambda *args: (seen.extend(args[2:4]), real(*args))[1])
+    told = recover(pruned, base, tmp_path / "out", blocks=True, nsamples=4)["recovery"]["layers"][0]
+    windows, held = seen
+    errors = []
+    for window in windows[-held:]:
+        made = []
+        for path in (tmp_path / "out", base):
+            model = load(path, dtype=torch.float32)
+            with torch.no_grad(), distill.outputs_of(model, ["model.layers.0"]) as found:
+                model(window[None], use_cache=False)
+            made += found
+        errors.append(float(relative_error(made[0], made[1].bfloat16())))
+    assert told["error_after"] == pytest.approx(np.mean(errors), rel=1e-5)
+
+
 # The same bytes.
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_stopped_anywhere_and_resumed_it_gives_the_same_bytes(llama, tmp_path, monkeypatch, blocks):
-    base, pruned = llama
+def test_stopped_anywhere_and_resumed_it_gives_the_same_bytes(checkpoint_of, tmp_path, monkeypatch, blocks):
+    base, pruned = checkpoint_of("llama", shard_size="1GB"), tmp_path / "pruned"
+    prune(base, pruned, 0.5, "dense")
     recipe = RecoverRecipe(recovery(blocks=blocks, nsamples=4, steps=4), base=base, base_name="base", save_every_s=0)
 
     def look(folder: Path) -> None:
@@ -273,6 +385,51 @@ def test_a_resumed_run_goes_on_where_the_state_was_kept(llama, tmp_path, monkeyp
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_run_stopped_while_it_packs_goes_on_from_the_same_text_alone(llama, tmp_path, monkeypatch, blocks):
+    """Else some shards would hold what was trained on one text, and others what was on another."""
+    base, pruned = llama
+    text = tmp_path / "text.jsonl"
+    shutil.copy(demo.TEXT, text)
+    recipe = RecoverRecipe(recovery(text, blocks=blocks, nsamples=4, steps=2), base=base, base_name="base")
+    run_recipe(recipe, pruned, tmp_path / "whole")
+    out = tmp_path / "out"
+    run = partial(run_recipe, recipe, pruned, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_write_shard", stopped_at(2, shards._write_shard))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert not list((out / ".tilepress").glob("training*"))
+    text.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[::-1]))
+    with pytest.raises(UsageError, match="have changed since"):
+        run(resume=True)
+    shutil.copy(demo.TEXT, text)
+    run(resume=True)
+    assert digest(out) == digest(tmp_path / "whole")
+
+
+def stopped_at(call: int, real: Callable) -> Callable:
+    """A function that is interrupted when it is called for that time."""
+    left = itertools.count(call, -1)
+
+    def run(*args):
+        if next(left) == 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    return run
+
+
+def test_a_killed_save_leaves_nothing_that_the_next_one_does_not_remove(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.os, "fsync", stopped_at(1, distill.os.fsync))
+        with pytest.raises(KeyboardInterrupt):
+            distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    assert not (tmp_path / "state").exists()
+    distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+
+
 def test_seeds_and_recomputed_layers(llama, tmp_path, monkeypatch):
     base, pruned = llama
     recover(pruned, base, tmp_path / "a")
@@ -297,15 +454,12 @@ def test_micro_batches_add_up(llama, tmp_path):
 # What cannot be done.
 
 
-def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
+def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli, monkeypatch):
     base, pruned = llama
     (tmp_path / "short.txt").write_text("too short")
     torch.manual_seed(5)
     other = tmp_path / "other"
-    other.mkdir()
-    for path in base.iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
-    shuffle_weights(other)
+    edited(base, other, lambda name, tensor: tensor.flatten()[torch.randperm(tensor.numel())].view(tensor.shape))
     words = ["--steps", "5", "--dataset", demo.TEXT, "--seqlen", "32"]
     for model, given, message in (
         (pruned, words, "--base"),
@@ -314,6 +468,11 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
         (pruned, ["--base", checkpoint_of("qwen3"), *words], "has model_type llama, the base qwen3 qwen3"),
         (pruned, ["--base", checkpoint_of("llama", vocab_size=310), *words], "has vocab_size 300, the base llama 310"),
         (pruned, ["--base", checkpoint_of("llama", hidden_size=256), *words], r"in the base llama it is \[256"),
+        (
+            pruned,
+            ["--base", checkpoint_of("llama", num_hidden_layers=3), *words],
+            "has decoder layers 2, the base llama 3",
+        ),
         (pruned, ["--base", other, *words], "it is another model"),
         (pruned, ["--base", base, *words, "--dataset", tmp_path / "short.txt"], "needs at least 62"),
         (pruned, ["--base", base, *words, "--seqlen", "100000"], "positions"),
@@ -326,18 +485,23 @@ def test_requests_that_make_no_sense(llama, checkpoint_of, tmp_path, cli):
         ran = cli("compress", "recover", model, "-o", tmp_path / "out", *given)
         assert ran.code == 2 and re.search(message, ran.err), (given, ran.err)
         assert len(ran.err.strip().splitlines()) == 2
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    ran = cli("compress", "recover", pruned, "--base", base, "-o", tmp_path / "out", *words)
+    assert ran.code == 2 and "one process" in ran.err
+    monkeypatch.delenv("SLURM_NTASKS")
     words = ["--sparsity", "0.5", "--recover", "5", "--rank", "0", "--world-size", "2"]
     ran = cli("compress", "prune", base, "-o", tmp_path / "out", *words)
     assert ran.code == 2 and "one process" in ran.err
 
 
-def shuffle_weights(path: Path) -> None:
-    """Another model of the same shapes."""
-    from safetensors.torch import load_file, save_file
-
-    for shard in path.glob("*.safetensors"):
-        tensors = {name: t.flatten()[torch.randperm(t.numel())].view(t.shape) for name, t in load_file(shard).items()}
-        save_file(tensors, shard, metadata={"format": "pt"})
+@pytest.mark.parametrize("blocks", [False, True])
+def test_training_in_vain_is_told(llama, tmp_path, blocks):
+    base, pruned = llama
+    told = recover(pruned, base, tmp_path / "out", lr=0.9, steps=2, blocks=blocks, nsamples=4)["recovery"]
+    names = [f"model.layers.{i}" for i in (0, 1)] if blocks else ["the model"]
+    assert told["warnings"] == [
+        f"recovery did not bring {name} nearer to the dense one on text that was held out" for name in names
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
@@ -351,14 +515,25 @@ def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
 # Memory.
 
 
+def test_block_by_block_memory_holds_the_experts_of_one_layer(checkpoint_of):
+    def planned(layers: int, way: str) -> int:
+        checkpoint = Checkpoint(checkpoint_of("gpt-oss", num_hidden_layers=layers))
+        return recovery_settings.memory_bytes(checkpoint, find_targets(checkpoint)[0], recovery(), way, "cpu")
+
+    assert planned(2, "blocks") == planned(4, "blocks")
+    experts = 4 * (3 * 128 * 200 + 2 * 200 + 128)  # of a layer
+    assert planned(4, "model") - planned(2, "model") > 2 * experts * 20
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read anonymous memory")
 def test_memory_is_what_the_dry_run_says(checkpoint_of, tmp_path, cli, command):
-    base = checkpoint_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=8, shard_size="100MB")
-    prune(base, tmp_path / "pruned", 0.5)
-    peaks = {}
+    base = checkpoint_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, shard_size="100MB")
+    prune(base, tmp_path / "pruned", 0.5, "dense")
+    text, peaks = tmp_path / "text.txt", {}
+    text.write_text("a short text has few windows to hold out " * 60)
     for way, flags in (("model", ()), ("blocks", ("--blocks",))):
         words = ["compress", "recover", tmp_path / "pruned", "--base", base, "-o", tmp_path / way, *flags]
-        words += ["--steps", "2", "--batch", "2", "--nsamples", "4", "--seqlen", "64", "--dataset", demo.TEXT, "--json"]
+        words += ["--steps", "2", "--batch", "2", "--nsamples", "4", "--seqlen", "64", "--dataset", text, "--json"]
         plan = cli(*words, "--dry-run").json
         assert plan["recovery"]["way"] == way
         peaks[way] = plan["recovery"]["memory_bytes"][way]["cpu"], command(*words, "-q").peak_bytes()

@@ -43,9 +43,16 @@ def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of,
     assert stop_anywhere_and_resume(recipe, checkpoint_of("llama"), tmp_path, monkeypatch, nothing_loads) > 8
 
 
+LONG = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "shard_size": "3MB",
+}  # enough to pack that a signal finds it at work
+
+
 def test_sigkill_then_resume(checkpoint_of, tmp_path, command):
     """A real process, killed at several moments of its work."""
-    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    source = checkpoint_of("llama", **LONG)
     prune(source, tmp_path / "whole", format="auto")
     expected, killed_early = digest(tmp_path / "whole"), 0
     for number in range(2):
@@ -88,22 +95,8 @@ def test_ranks_and_workers_write_the_same_bytes(checkpoint_of, tmp_path, cli, mo
     ran = cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6")
     assert ran.code == 2 and "--world-size" in ran.err
     assert cli("compress", "prune", source, "-o", tmp_path / "job", "--sparsity", "0.6", "--world-size", "1").code == 0
-    assert (
-        cli(
-            "compress",
-            "prune",
-            source,
-            "-o",
-            tmp_path / "job2",
-            "--sparsity",
-            "0.6",
-            "--rank",
-            "3",
-            "--world-size",
-            "2",
-        ).code
-        == 2
-    )
+    wrong = "--rank", "3", "--world-size", "2"
+    assert cli("compress", "prune", source, "-o", tmp_path / "job2", "--sparsity", "0.6", *wrong).code == 2
 
 
 def test_output_in_the_way(checkpoint_of, tmp_path, cli):
@@ -227,15 +220,15 @@ def big(path, layers: int):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
 def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, command):
-    sizes = (2, 4)
+    sizes = (1, 3)
     for layers in sizes:
         (tmp_path / str(layers)).mkdir()
         big(tmp_path / str(layers), layers)
-    largest_shard = max(p.stat().st_size for p in (tmp_path / "4").glob("*.safetensors"))
+    largest_shard = max(p.stat().st_size for p in (tmp_path / "3").glob("*.safetensors"))
     calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
     for run, words in {
         "layer": ["prune", "--sparsity", "0.7"],
-        "global": ["prune", "--sparsity", "0.7", "--scope", "global"],
+        "global": ["prune", "--sparsity", "0.7", "--scope", "global", "--format", "dense"],
         "int8": ["quantize"],
         "calibrated": ["quantize", *calibrated],
         "kv": ["kv", *calibrated[4:]],
@@ -249,17 +242,17 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, comm
                 process.cpu_s,
             )  # its own seconds: others that keep the machine busy do not change them
             shutil.rmtree(output)
-        assert found[4][1] < 2 * found[2][1] * 1.6 + 1.0, found
-        plan = cli("compress", *words, tmp_path / "4", "-o", tmp_path / "planned", "--dry-run", "--json")
+        assert found[3][1] < 3 * found[1][1] * 1.2 + 1.0, found
+        plan = cli("compress", *words, tmp_path / "3", "-o", tmp_path / "planned", "--dry-run", "--json")
         planned = plan.json["peak_memory_bytes"]
         for peak, _ in found.values():
             assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
             assert run in ("calibrated", "kv") or peak < largest_shard + 3 * 2 * 2048 * 1024 + (400 << 20)
-        assert found[4][0] < found[2][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
+        assert found[3][0] < found[1][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
 
 
 def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, command):
-    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    source = checkpoint_of("llama", **LONG)
     process = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6")
     while process.poll() is None and not list((tmp_path / "out" / ".tilepress").glob("model*.tmp")):
         time.sleep(0.002)
@@ -370,7 +363,7 @@ def test_other_files_are_copied_but_not_checkpoints_weights_or_pipes(tiny, tmp_p
 
 
 def test_workers_end_with_the_process_that_started_them(checkpoint_of, tmp_path, command):
-    source = checkpoint_of("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, shard_size="10MB")
+    source = checkpoint_of("llama", **LONG)
     process = command(
         "compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6", "-q", "--workers", "2", is_leader=True
     )

@@ -133,31 +133,47 @@ def test_configs_of_other_schemes_are_refused(change, message):
 
 PACKAGES = Path(sys.prefix) / "compressed-tensors"
 NEWEST = "0.20.0"
+VERSIONS = ("0.9.4", "0.15.0", NEWEST)
 
 
-@pytest.mark.parametrize("version", ["0.9.4", "0.15.0", NEWEST])
-def test_every_version_of_compressed_tensors_parses_the_config(version):
-    if not (PACKAGES / version).exists():
-        pytest.skip("`make test` installs compressed-tensors for this")
+PARSE = """
+import importlib.metadata, json, os, sys
+import torch, transformers
+configs = json.loads(sys.argv[1])
+for folder in sys.argv[2:]:
+    if os.fork():
+        assert os.wait()[1] == 0, folder
+        continue
+    sys.path.insert(0, folder)
+    from compressed_tensors.quantization import QuantizationConfig
+    found = []
+    for config in configs:
+        group = QuantizationConfig.model_validate(config).config_groups["group_0"]
+        parts = [p and [p.num_bits, p.strategy, p.symmetric, p.dynamic] for p in (group.weights, group.input_activations)]
+        found.append([group.targets, *parts])
+    print(json.dumps([folder, importlib.metadata.version("compressed-tensors"), found]), flush=True)
+    assert "tilepress" not in sys.modules
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, list]:
+    """What each installed version makes of our configs, read in a fork of one process that has torch and transformers already."""
     configs = [Int8Scheme(w, a).quantization_config(["lm_head"]) for w in ("channel", "tensor") for a in ACTIVATIONS]
-    script = (
-        "import sys, json, importlib.metadata\n"
-        "from compressed_tensors.quantization import QuantizationConfig\n"
-        f"assert importlib.metadata.version('compressed-tensors') == {version!r}\n"
-        "for config in json.load(sys.stdin):\n"
-        "    group = QuantizationConfig.model_validate(config).config_groups['group_0']\n"
-        "    parts = [p and [p.num_bits, p.strategy, p.symmetric, p.dynamic] for p in (group.weights, group.input_activations)]\n"
-        "    print(json.dumps([group.targets, *parts]))\n"
-        "assert 'tilepress' not in sys.modules\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", script],
-        input=json.dumps(configs),
-        env={"PYTHONPATH": str(PACKAGES / version), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    folders = [str(PACKAGES / version) for version in VERSIONS if (PACKAGES / version).exists()]
+    words = [sys.executable, "-c", PARSE, json.dumps(configs), *folders]
+    ran = subprocess.run(words, env={"PATH": ""}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [[folder, Path(folder).name] for folder in folders] == [line[:2] for line in lines]
+    return {version: found for _, version, found in lines}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_of_compressed_tensors_parses_the_config(parsed, version):
+    if version not in parsed:
+        pytest.skip("`make test` installs compressed-tensors for this")
     inputs = {
         "token": [8, "token", True, True],
         "tensor": [8, "tensor", True, False],
@@ -166,7 +182,7 @@ def test_every_version_of_compressed_tensors_parses_the_config(version):
         "none": None,
     }
     expected = [[["Linear"], [8, w, True, False], inputs[a]] for w in ("channel", "tensor") for a in ACTIVATIONS]
-    assert [json.loads(line) for line in ran.stdout.splitlines()] == expected
+    assert parsed[version] == expected
 
 
 DYNAMIC = Int8Scheme()

@@ -5,9 +5,9 @@ The loss is the Kullback-Leibler divergence of the student's next-token distribu
 (SquareHead: Kurtic et al. 2023, arXiv 2310.06927, section 3), here normalized token by token, so that the few tokens with enormous
 activations do not drown the others. AdamW without decay (a pull to zero is not a pull to the dense model), linear warm-up, cosine to zero.
 
-Weights are float32 while they train, with two moments of the same size. A zero is held by multiplying gradients and, after each step, weights by
-a mask of the starting weight's non-zeros: it never changes, to the bit. State is written every few minutes; a run that goes on from it does the
-same arithmetic as one that was never stopped.
+Weights are float32 while they train, with two moments of the same size. A zero is held, whatever tensor it is in, by multiplying gradients and, after
+each step, weights by a mask of the starting weight's non-zeros: it never changes, to the bit. State is written every few minutes; a run that goes on
+from it does the same arithmetic as one that was never stopped.
 """
 
 import contextlib
@@ -73,12 +73,16 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 class MaskedAdamW:
-    """AdamW over named float32 parameters; those in `masked` keep the zeros that they have now."""
+    """AdamW over named float32 parameters; they keep the zeros that they have now."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], masked: set[str], peak: float, steps: int):
+    def __init__(self, parameters: dict[str, nn.Parameter], peak: float, steps: int):
         self.parameters, self.peak, self.steps, self.done = parameters, peak, steps, 0
-        chosen = [(parameter, parameter.detach() != 0) for name, parameter in parameters.items() if name in masked]
-        self._masked, self._masks = [p for p, _ in chosen], [mask for _, mask in chosen]
+        self._masked, self._masks = [], []
+        for parameter in parameters.values():
+            mask = parameter.detach() != 0
+            if not bool(mask.all()):
+                self._masked.append(parameter)
+                self._masks.append(mask)
         fused = all(parameter.is_cuda for parameter in parameters.values())
         self._adam = torch.optim.AdamW(
             parameters.values(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0, fused=fused, foreach=not fused
@@ -157,7 +161,9 @@ class SavedState:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that is there whole or not at all. Tensors may share memory."""
+    """A safetensors file that is there whole or not at all, written by one process at a time. Tensors may share memory."""
+    for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a killed run
+        stale.unlink(missing_ok=True)
     temporary, seen, apart = temporary_name(path.parent, path), set(), {}
     for name, tensor in tensors.items():
         here = tensor.detach().cpu().contiguous()

@@ -124,11 +124,7 @@ def model_card(manifest: dict) -> str:
             f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
         )
     if "recovery" in manifest:
-        told = manifest["recovery"]
-        brought = (
-            f", held-out KL divergence {told['kl_before']:.3f} -> {told['kl_after']:.3f}" if "kl_after" in told else ""
-        )
-        lines.append(f"| recovered | by distillation from the dense model, {told['tokens']:,} tokens{brought} |")
+        lines.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
     if manifest["left_alone"]:
         lines.append(
             f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |"
@@ -167,25 +163,43 @@ def model_card(manifest: dict) -> str:
     return "\n".join(lines)
 
 
+def _brought(told: dict) -> str:
+    """What training saw, and what it brought on text that was held out."""
+    if told["way"] == "blocks":
+        last = told["layers"][-1]
+        return (
+            f"{told['tokens']:,} tokens a layer, held-out error of the last layer's output {last['error_before']:.4f} -> "
+            f"{last['error_after']:.4f} (every layer's is in `tilepress.json`)"
+        )
+    return f"{told['tokens']:,} tokens, held-out KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
+
+
 def _expected(manifest: dict) -> list[str]:
-    """How the zeros were chosen, and what speaks against it."""
-    made = manifest
+    """How the zeros were chosen, what speaks against it, and what is known where they were trained around since."""
+    made, trained = manifest, False
     while "method" not in made["settings"] and "recipe" in made["source"]:
+        trained = trained or made["command"] == "compress recover"
         made = made["source"]["recipe"]
+    trained = trained or made["command"] == "compress recover" or "recover_steps" in made["settings"]
     method, sparsity = made["settings"].get("method"), made["settings"].get("sparsity")
-    if method is None:
-        return []
-    warned = expectation.warning(method, sparsity)
-    if warned:
-        return [f"**Warning**: {warned}.", ""]
-    if "allocation" not in manifest:
-        return []
-    seen = manifest["calibration"]
-    return [
-        f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
-        "the sparsity and the output error of every weight are in `tilepress.json`.",
-        "",
-    ]
+    lines = []
+    if "allocation" in manifest:
+        seen = manifest["calibration"]
+        lines += [
+            f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
+            "the sparsity and the output error of every weight are in `tilepress.json`.",
+            "",
+        ]
+    if trained:
+        by, known = (f" by {method} to {sparsity:.0%} zeros", expectation.recovered(sparsity)) if method else ("", None)
+        told = f"What pruning{by} left was trained against the dense model, every zero held"
+        lines += [f"{told}; {known}." if known else f"{told}.", ""]
+        warnings = manifest.get("recovery", {}).get("warnings", [])
+    else:
+        warnings = [warned] if (warned := expectation.warning(method, sparsity)) else []
+    for warning in warnings:
+        lines += [f"**Warning**: {warning}.", ""]
+    return lines
 
 
 def _how_packed(packed: list[dict]) -> str:

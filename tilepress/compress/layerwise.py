@@ -19,7 +19,7 @@ from tilepress.experts import SeparateExperts, place_of
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
 
-_WITHOUT = "quantize with --activations token (or none) and without --smooth, which need no calibration"
+_WITHOUT = "what runs no model still works: prune --method magnitude, quantize --activations token without --smooth"
 
 
 class LayerByLayer:
@@ -45,7 +45,7 @@ class LayerByLayer:
         )
         with parameters_on_meta():
             self.model = build_meta_model(checkpoint, trust_remote_code, device="cpu")
-        self._separate_experts(targets)
+        self._separate_experts({target.name for target in targets})
         self.module_of, unplaced = self._place(targets)  # target name -> module path
         self.layers = self._find_layers()  # paths of the decoder layers
         self.targets_of = {
@@ -136,24 +136,25 @@ class LayerByLayer:
             self.model.get_submodule(owner)._parameters[kind] = self.model.get_parameter(same)
         return self.model
 
-    def _separate_experts(self, targets: list[Target]) -> None:
-        """Experts that are stored one by one become modules of their own."""
+    def _separate_experts(self, targets: set[str]) -> None:
+        """Experts that are stored one by one become modules of their own, targets or not: the model merges them, the checkpoint has them apart."""
         known, found = {path for path, _ in self.model.named_modules()}, {}
-        for target in targets:
-            place = place_of(target.name, known)
-            if place and module_path(target.name, known, self.model.base_model_prefix) is None:
+        for name, weight in self.checkpoint.weights.items():
+            place = place_of(name, known)
+            if place and module_path(name, known, self.model.base_model_prefix) is None:
+                if place.experts is None and name in targets:
+                    raise UsageError(f"{name} has no place in the model", "leave it out with --ignore")
                 if place.experts is None:
-                    raise UsageError(f"{target.name} has no place in the model", "leave it out with --ignore")
-                linear = nn.Linear(target.cols, target.rows, bias=False, device="meta", dtype=self.dtype)
+                    continue
+                form = self.checkpoint.form(weight) if weight.layout != "dense" else None
+                rows, cols = (form.rows, form.cols) if form else weight.entries[0].shape
+                linear = nn.Linear(cols, rows, bias=False, device="meta", dtype=self.dtype)
                 found.setdefault(place.experts, {}).setdefault(place.number, {})[place.linear] = linear
         for path, experts in found.items():
             try:
                 self.model.set_submodule(path, SeparateExperts(self.model.get_submodule(path), experts))
             except ValueError as error:
-                raise UsageError(
-                    f"the experts of {path} ({error}) cannot be run one by one",
-                    "leave them out: --ignore '*.experts.*'",
-                ) from error
+                raise UsageError(f"the experts of {path} ({error}) cannot be run one by one", _WITHOUT) from error
 
     def _place(self, targets: list[Target]) -> tuple[dict[str, str], list[str]]:
         known = {path for path, _ in self.model.named_modules()}

@@ -21,8 +21,15 @@ from tilepress.compress.distill import same_every_time
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.layouts import Compressed, Layout, layout_for
 from tilepress.compress.plan import Plan, Progress, Recipe
-from tilepress.compress.recovery_settings import HELD_OUT, Recovery, hidden_size, keeps_activations, memory_bytes
-from tilepress.compress.retrain import Pair, Stream, Training, train_blocks, train_model
+from tilepress.compress.recovery_settings import (
+    HELD_OUT,
+    Recovery,
+    hidden_size,
+    keeps_activations,
+    layer_count,
+    memory_bytes,
+)
+from tilepress.compress.retrain import STATE, Pair, Stream, Training, train_blocks, train_model
 from tilepress.compress.targets import LeftAlone, Target, check_value_dtypes, find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import sha256_file, to_json, write_atomic
@@ -74,9 +81,6 @@ class RecoverRecipe(Recipe):
 
     def expected_density(self) -> float:
         return self.prune.expected_density() if self.prune else self.density
-
-    def warnings(self) -> list[str]:
-        return self.prune.warnings() if self.prune else []
 
     def settings(self) -> dict:
         own = asdict(self.recovery)
@@ -181,12 +185,17 @@ def recover(
 ) -> None:
     """Trains, and leaves tensors and facts in the work folder; finds them there when it is resumed.
 
-    Raises TilepressError for a loss that is not finite or a card without room.
+    Raises TilepressError for a loss that is not finite or a card without room, UsageError where the folder holds what was trained from something else.
     """
     recovery, source = recipe.recovery, Checkpoint(plan.source)
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
     identity = _identity(plan, base, ids, device)
-    if (plan.work / FACTS).exists() and read_json(plan.work / FACTS).get("identity") == identity:
+    if (plan.work / FACTS).exists():  # and shards may have been written from it
+        if read_json(plan.work / FACTS).get("identity") != identity:
+            raise UsageError(
+                f"the weights, the text of {recovery.dataset} or the kind of device have changed since {plan.output} was trained",
+                "start again with --overwrite",
+            )
         progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))
         return
     pair, dtypes = _pair(plan, recipe, source, base, inner, device)
@@ -229,9 +238,18 @@ def recover(
             f"the card has too little memory for recovery ({str(error).splitlines()[0][:100]})",
             "go on with --resume after freeing some, take a smaller --micro-batch, or train block by block: --blocks",
         ) from error
-    if not recovery.blocks and facts["kl_after"] >= facts["kl_before"]:
-        facts["warnings"].append("recovery did not bring the model nearer to the dense one on text that was held out")
+    facts["warnings"] += _in_vain(facts)
     write_atomic(plan.work / FACTS, to_json(facts | {"identity": identity}), plan.work)
+    (plan.work / STATE).unlink(missing_ok=True)  # six times the weights, which are packed next
+
+
+def _in_vain(facts: dict) -> list[str]:
+    """Warnings of what is no better than before on text that was held out."""
+    if "layers" not in facts:
+        worse = facts["kl_after"] >= facts["kl_before"]
+        return ["recovery did not bring the model nearer to the dense one on text that was held out"] if worse else []
+    worse = [told["layer"] for told in facts["layers"] if told["error_after"] >= told["error_before"]]
+    return [f"recovery did not bring {layer} nearer to the dense one on text that was held out" for layer in worse]
 
 
 def _pair(
@@ -285,6 +303,7 @@ def _check_base(source: Checkpoint, base: Checkpoint, targets: list[Target]) -> 
     for key, ours, theirs in (
         ("model_type", source.config.get("model_type"), base.config.get("model_type")),
         ("vocab_size", source.text_config.get("vocab_size"), base.text_config.get("vocab_size")),
+        ("decoder layers", layer_count(source), layer_count(base)),
     ):
         if ours != theirs:
             raise UsageError(f"{source.name} has {key} {ours}, the base {base.name} {theirs}", hint)

@@ -1,5 +1,6 @@
 """What recovery is asked to do, and the memory that it takes for that."""
 
+import re
 from dataclasses import dataclass
 
 from tilepress.compress.targets import Target
@@ -9,6 +10,7 @@ from tilepress.formats.checkpoint import Checkpoint
 TRAIN = ("kept", "norms", "all")
 _MICRO_TOKENS = 16384  # that run at a time unless --micro-batch says otherwise
 HELD_OUT = 16  # windows at most, to say what training brought
+_LAYER = re.compile(r"\.\d+\.")  # in the name of a decoder layer's tensor
 KEPT_ACTIVATIONS = 4 << 30  # bytes; layers that would keep more for the way back compute it again
 
 
@@ -68,14 +70,14 @@ def hidden_size(checkpoint: Checkpoint, targets: list[Target]) -> int:
     return config.get("hidden_size") or config.get("n_embd") or max(target.cols for target in targets)
 
 
-def _layer_count(checkpoint: Checkpoint) -> int:
+def layer_count(checkpoint: Checkpoint) -> int:
     config = checkpoint.text_config
     return config.get("num_hidden_layers") or config.get("n_layer") or 1
 
 
 def activation_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, recomputed: bool) -> int:
     """What the way back needs of the windows that run at a time, about: float32 inputs and outputs of linear layers, norms and products."""
-    tokens, layers = recovery.windows_at_once * recovery.seqlen, _layer_count(checkpoint)
+    tokens, layers = recovery.windows_at_once * recovery.seqlen, layer_count(checkpoint)
     inside = 4 * tokens * sum(2 * target.rows + target.cols for target in targets) // layers
     boundaries = 2 * 4 * tokens * hidden_size(checkpoint, targets) * layers  # of both models
     return boundaries + (inside if recomputed else inside * layers)
@@ -91,13 +93,17 @@ def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recove
     kept = sum(target.elements for target in targets)
     entries = [entry for name, entry in checkpoint.tensors.items() if name not in {t.name for t in targets}]
     parts = {entry.name for t in targets for entry in t.weight.entries}
-    others = sum(
-        entry.nbytes // entry.dtype.itemsize
-        for entry in entries
-        if entry.name not in parts and entry.dtype.is_floating_point
-    )
+    inside, outside = (
+        sum(
+            entry.nbytes // entry.dtype.itemsize
+            for entry in entries
+            if entry.name not in parts and entry.dtype.is_floating_point and bool(_LAYER.search(entry.name)) == within
+        )
+        for within in (True, False)
+    )  # of other tensors, fused experts among them: in decoder layers and not
     compute = 2 if device == "cuda" else 4
     trains = 4 + 4 + 8  # the weight, its gradient, two moments
+    others = trains if recovery.train == "all" else 4
     casts = 2 if device == "cuda" else 0  # of autocast
     if way == "model":
         vocabulary = checkpoint.text_config.get("vocab_size") or 0
@@ -105,15 +111,12 @@ def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recove
         rows = 4 * 4 * min(2048, recovery.windows_at_once * recovery.seqlen) * vocabulary
         keeps = keeps_activations(checkpoint, targets, recovery)
         activations = activation_bytes(checkpoint, targets, recovery, not keeps)
-        weights = kept * (trains + 1 + casts + compute) + others * (
-            (trains if recovery.train == "all" else 4) + casts + compute
-        )
+        weights = kept * (trains + 1 + casts + compute) + (inside + outside) * (others + casts + compute)
         return weights + activations + logits + rows
-    layers = _layer_count(checkpoint)
-    layer = kept * (trains + 1 + casts) // layers
+    layers = layer_count(checkpoint)
+    layer = (kept * (trains + 1 + casts) + inside * (others + casts)) // layers
     one = Recovery(1, recovery.dataset, recovery.seqlen, batch=1, micro_batch=1)
     activations = activation_bytes(checkpoint, targets, one, False) // layers
-    outside = others * (4 + compute)
     windows = min(recovery.nsamples, recovery.steps * recovery.batch) + HELD_OUT
     hidden = 3 * windows * recovery.seqlen * hidden_size(checkpoint, targets) * targets[0].dtype.itemsize
-    return layer + outside + activations + (hidden if device == "cpu" else 0)
+    return layer + outside * (4 + compute) + activations + (hidden if device == "cpu" else 0)

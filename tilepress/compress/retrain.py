@@ -28,6 +28,7 @@ from tilepress.compress.distill import (
     relative_error,
     write_tensors,
 )
+from tilepress.compress.layer_pruning import rounded
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.plan import Progress
 from tilepress.compress.recovery_settings import HELD_OUT
@@ -35,6 +36,7 @@ from tilepress.compress.targets import Target
 from tilepress.formats import TilepressError, UsageError
 
 Start = Callable[[Target], Tensor]  # a target's pruned weight, the way round that the model stores it
+STATE = "training.safetensors"  # of the whole model, in the work folder
 _CURVE = 20  # losses that the manifest keeps
 
 
@@ -84,7 +86,7 @@ class Stream:
         at = starts.to(self.ids.device)[:, None] + torch.arange(self.span, device=self.ids.device)
         rows = self.ids[at]
         if self.noise:
-            generator = torch.Generator().manual_seed((self.seed << 32) + step)
+            generator = seeded((self.seed << 32) + step)
             replaced = torch.rand(rows.shape, generator=generator) < self.noise
             others = torch.randint(len(self.ids), rows.shape, generator=generator)
             rows = torch.where(replaced.to(rows.device), self.ids[others.to(rows.device)], rows)
@@ -97,13 +99,18 @@ class Stream:
     def _first(self, number: int) -> Tensor:
         epoch, place = divmod(number, self.per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
-            generator = torch.Generator().manual_seed((self.seed << 24) + epoch)
+            generator = seeded((self.seed << 24) + epoch)
             offset = torch.randint(self._slack, (1,), generator=generator)
             self._epoch = epoch, offset + self.span * torch.randperm(self.per_epoch, generator=generator)
         return self._epoch[1][place]
 
     def _with_start(self, rows: Tensor) -> Tensor:
         return torch.cat([self.start.expand(len(rows), -1), rows], 1)
+
+
+def seeded(number: int) -> torch.Generator:
+    """Of a number of any size: torch takes 64 bits."""
+    return torch.Generator().manual_seed(number % (1 << 64))
 
 
 @dataclass
@@ -126,19 +133,17 @@ class Pair:
             weight = self.start(target)
             self.student.model.get_submodule(self.student.module_of[target.name]).weight.data.copy_(weight)
 
-    def trained(self, train: str, inside: str = "") -> tuple[dict[str, nn.Parameter], set[str]]:
-        """The parameters to train by stored name, and which of them are targets."""
-        student = self.student
-        targets = {f"{path}.weight": name for name, path in student.module_of.items()}
-        found, masked = {}, set()
+    def trained(self, train: str, inside: str = "") -> dict[str, nn.Parameter]:
+        """The parameters to train, by stored name."""
+        student, found = self.student, {}
+        targets = {f"{path}.weight" for path in student.module_of.values()}
         for path, parameter in student.model.named_parameters():
             stored = student.stored.get(path)
             kept, small = path in targets, parameter.dim() < 2
             chosen = kept or train == "all" or (small and train == "norms")
             if stored and chosen and path.startswith(inside) and parameter.device.type != "meta":
                 found[stored] = parameter.requires_grad_(True)
-                masked |= {stored} if kept else set()
-        return found, masked
+        return found
 
     def same_memory(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The parameters under every stored name that they have: a tied output head may be stored too."""
@@ -166,7 +171,7 @@ def train_model(
     progress("loading both models", 0)
     student, teacher = pair.student.load_all(), pair.teacher.load_all()
     pair.put(targets)
-    parameters, masked = pair.trained(training.train)
+    parameters = pair.trained(training.train)
     if not keeps_activations:
         for layer in layers:
             recompute(student.get_submodule(layer))
@@ -198,15 +203,13 @@ def train_model(
 
     unit = sum(target.elements for target in targets)
     before = held_out()
-    optimizer = MaskedAdamW(parameters, masked, training.peak_lr, training.steps)
-    saved = SavedState(folder / "training.safetensors", identity, training.save_every_s)
+    optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
+    saved = SavedState(folder / STATE, identity, training.save_every_s)
     losses = fit(optimizer, backward, saved, told)
-    with torch.no_grad():  # what the artifact will hold is what is measured
-        for name, parameter in parameters.items():
-            parameter.copy_(parameter.to(dtypes[name]))
+    _round(parameters, dtypes)
     after = held_out()
     write_tensors(folder / "recovered-0.safetensors", _stored(pair.same_memory(parameters), dtypes))
-    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters, masked)
+    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters)
 
 
 def train_blocks(
@@ -235,22 +238,22 @@ def train_blocks(
         file = folder / f"recovered-{number}.safetensors"
         with student.loaded(layer) as module:
             pair.put(student.targets_of[layer])  # of a finished layer too: a recipe may count on its order
-            parameters, masked = pair.trained(training.train, f"{layer}.")
-            found = _counts(parameters, masked)
+            parameters = pair.trained(training.train, f"{layer}.")
+            found = _counts(parameters)
             counts = {key: counts[key] + found[key] for key in counts}
             saved = SavedState(folder / f"training-{number}.safetensors", f"{identity} {number}", training.save_every_s)
             told = _finished(file, saved.identity)
             if told is None:
                 block = _Block(pair, layer, hidden, wanted, held)
-                told = _train_block(block, number, parameters, masked, training, saved, progress)
+                told = _train_block(block, number, parameters, training, dtypes, saved, progress)
                 told = {key: value.hex() for key, value in told.items()} | {"identity": saved.identity}
                 write_tensors(file, _stored(parameters, dtypes), told)
                 saved.path.unlink(missing_ok=True)
             else:
                 progress(f"{layer} is done", training.steps * sum(t.elements for t in student.targets_of[layer]))
-            with torch.no_grad():  # the next layer gets what this one will make as it is stored
-                for name, tensor in load_file(file).items():
-                    parameters[name].copy_(tensor)
+                with torch.no_grad():
+                    for name, tensor in load_file(file).items():
+                        parameters[name].copy_(tensor)
             del parameters
             hidden = [_run(pair, layer, h).to(stored).cpu() for h in hidden]
             del module
@@ -283,12 +286,18 @@ def _run(pair: Pair, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
 
 
 def _train_block(
-    block: _Block, number: int, parameters: dict, masked: set[str], training: Training, saved: SavedState, progress
+    block: _Block,
+    number: int,
+    parameters: dict[str, nn.Parameter],
+    training: Training,
+    dtypes: dict[str, torch.dtype],
+    saved: SavedState,
+    progress: Progress,
 ) -> dict[str, float]:
     count = len(block.hidden) - block.held
     order = _orders(count, (training.seed << 24) + (number << 12))
     units = sum(target.elements for target in block.pair.student.targets_of[block.layer])
-    optimizer = MaskedAdamW(parameters, masked, training.peak_lr, training.steps)
+    optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
 
     def backward(step: int) -> Tensor:
         total = 0.0
@@ -303,6 +312,7 @@ def _train_block(
 
     before = block.held_out()
     fit(optimizer, backward, saved, told)
+    _round(parameters, dtypes)
     return {"error_before": before, "error_after": block.held_out()}
 
 
@@ -314,7 +324,7 @@ def _orders(count: int, seed: int) -> Callable[[int], int]:
         epoch, place = divmod(number, count)
         if epoch not in epochs:
             epochs.clear()
-            epochs[epoch] = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+            epochs[epoch] = torch.randperm(count, generator=seeded(seed + epoch)).tolist()
         return epochs[epoch][place]
 
     return at
@@ -329,18 +339,25 @@ def _finished(file: Path, identity: str) -> dict[str, str] | None:
     return told if told.get("identity") == identity else None
 
 
-def _stored(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    found = {name: parameter.detach().to(dtypes[name]) for name, parameter in parameters.items()}
-    for name, tensor in found.items():
-        if not bool(torch.isfinite(tensor).all()):
+@torch.no_grad()
+def _round(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) -> None:
+    """To what the artifact will hold, which is what is measured and what the next layer gets; nothing that was trained becomes zero.
+
+    Raises TilepressError for values that are not finite, or not in that dtype."""
+    for name, parameter in parameters.items():
+        if not bool(torch.isfinite(parameter.to(dtypes[name])).all()):
             raise TilepressError(f"{name} has values that are not finite after training", "try a smaller --lr")
-    return found
+        parameter.copy_(rounded(parameter, dtypes[name], name))
 
 
-def _counts(parameters: dict[str, nn.Parameter], masked: set[str]) -> dict[str, int]:
+def _stored(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    return {name: parameter.detach().to(dtypes[name]) for name, parameter in parameters.items()}
+
+
+def _counts(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
     elements = sum(parameter.numel() for parameter in parameters.values())
-    zeros = sum(parameters[name].numel() - int(torch.count_nonzero(parameters[name])) for name in masked)
-    return {"trained_parameters": elements - zeros, "zeros_held": zeros}
+    kept = sum(int(torch.count_nonzero(parameter)) for parameter in parameters.values())
+    return {"trained_parameters": kept, "zeros_held": elements - kept}
 
 
 def thinned(losses: list[float]) -> list[float]:

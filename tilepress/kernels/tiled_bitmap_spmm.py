@@ -132,7 +132,9 @@ def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
     here = offsets.cpu()
     largest = -(-int((here[1:] - here[:-1]).max()) // 8) * 128
     grids = [multiprocessors * count for count in range(1, _MOST_BLOCKS + 1)]
-    return _Facts(largest, {grid: cuts_of(here, _TILE_COST, grid)[:, 0].contiguous().to(offsets.device) for grid in grids})
+    return _Facts(
+        largest, {grid: cuts_of(here, _TILE_COST, grid)[:, 0].contiguous().to(offsets.device) for grid in grids}
+    )
 
 
 _facts_of = PerWeight(_facts)
