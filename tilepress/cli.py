@@ -240,10 +240,10 @@ def recover(
     """
     from tilepress.compress.recover import RecoverRecipe, Recovery, density_of
 
-    if find_rank(None, None)[1] > 1:
+    if find_rank(None, None)[1] > 1 and not how.dry_run:
         raise UsageError(
             "recovery trains in one process, but WORLD_SIZE or SLURM_NTASKS tells of several",
-            "start it once, without torchrun or srun",
+            "start it once, without torchrun or srun; in a shell of salloc unset SLURM_NTASKS",
         )
     checkpoint, dense = _open(model, how.revision), _open(base, None)
     text = calibration_text(checkpoint.text_config, dataset, None, seqlen, seed)

@@ -43,8 +43,6 @@ def sweep(
         "settings": [{k: v for k, v in recipe.settings().items() if k != "sparsity"} for recipe in recipes[:1]],
     }
     rows = _rows_so_far(output, identity, resume, overwrite)
-    for row in rows:  # a sweep that was stopped when it had written a row left what the row was made of
-        _remove(_folder(output, row["sparsity_asked"]))
     trust = recipes[0].trust_remote_code
     base = None
     for done, recipe in enumerate(sorted(recipes, key=lambda recipe: recipe.sparsity)):
@@ -52,7 +50,7 @@ def sweep(
             continue
         what = f"{recipe.method} {recipe.sparsity:.0%}"
         progress(what, done, len(recipes))
-        folder = _folder(output, recipe.sparsity)
+        folder = output / f"sparsity-{recipe.sparsity:g}"  # the artifact that is measured
         targets, left = recipe.find_targets(checkpoint, trust)
         recipe.check(checkpoint, targets, left)
         plan = make_plan(checkpoint, folder, recipe, targets, left)
@@ -78,18 +76,15 @@ def sweep(
                 "top1_agreement": found["top1_agreement"],
             }
         )
-        write_atomic(output / FILES[0], to_json(identity | {"rows": rows}), output)
+        told = identity | {"rows": rows}
+        write_atomic(output / FILES[0], to_json(told | {"measured": folder.name}), output)
         _remove(folder)
+        write_atomic(output / FILES[0], to_json(told), output)
     method = recipes[0].method
     result = identity | {"rows": sorted(rows, key=lambda row: row["sparsity_asked"])}
     write_atomic(output / FILES[1], markdown(result["rows"], method, protocol).encode(), output)
     write_atomic(output / FILES[2], drawing(result["rows"], method).encode(), output)
     return result
-
-
-def _folder(output: Path, sparsity: float) -> Path:
-    """Of the artifact that is measured."""
-    return output / f"sparsity-{sparsity:g}"
 
 
 def _remove(folder: Path) -> None:
@@ -119,6 +114,8 @@ def _rows_so_far(output: Path, identity: dict, resume: bool, overwrite: bool) ->
     before = json.loads(found.read_text())
     if {key: before.get(key) for key in identity} != json.loads(to_json(identity)):
         raise UsageError(f"{output} holds another sweep", "use the same command as before, or --overwrite")
+    if "measured" in before:  # it was stopped while it removed what the last row was made of
+        _remove(output / before["measured"])
     return before["rows"]
 
 

@@ -377,14 +377,23 @@ def test_the_command_line_and_inspect(cli, tiny, text, tmp_path):
     assert "sparsegpt on 512 tokens" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, artifact, text, tmp_path):
+def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path, monkeypatch):
+    def stop(folder):
+        raise KeyboardInterrupt
+
     part = tmp_path / "part.txt"
     part.write_text(json.loads(text.read_text().splitlines()[0])["text"] * 3)
     text = part
     words = ("compress", "prune", tiny, "-o", tmp_path / "out", "--sparsity", "0.5,0.3", "--eval-dataset", text)
     assert cli(*words).code == 2
-    ran = cli(*words, "--sweep", "--json")
+    mine = tmp_path / "out" / "sparsity-0.7"
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "_remove", stop)  # when the first row is written
+        assert cli(*words, "--sweep", "--json").code and (tmp_path / "out" / "sparsity-0.3").exists()
+    shutil.copytree(tmp_path / "out" / "sparsity-0.3", mine)
+    ran = cli(*words, "--sweep", "--resume", "--json")
     rows = ran.json["rows"]
+    assert mine.exists() and not shutil.rmtree(mine)
     assert ran.code == 0 and [row["sparsity_asked"] for row in rows] == [0.3, 0.5]
     assert rows[0]["perplexity"] < rows[1]["perplexity"] and rows[0]["bytes"] > rows[1]["bytes"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep.md", "sweep.svg"}
@@ -392,9 +401,7 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, artifact, text, tmp_path):
     assert drawn.startswith("<svg") and drawn.count("<circle") == 4
     assert f"{rows[1]['perplexity']:.4f}" in (tmp_path / "out" / "sweep.md").read_text()
     assert cli(*words, "--sweep").code == 2
-    shutil.copytree(artifact, tmp_path / "out" / "sparsity-0.3")  # as a stop after its row was written leaves it
     again = cli(*words, "--sweep", "--resume", "--json")
-    assert not (tmp_path / "out" / "sparsity-0.3").exists()
     assert again.code == 0 and json.loads(again.out)["rows"] == rows
     assert math.isclose(rows[0]["times_dense"], rows[0]["perplexity"] / rows[0]["base_perplexity"])
 

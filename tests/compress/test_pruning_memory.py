@@ -42,3 +42,14 @@ def test_memory_is_what_the_dry_run_says(checkpoint_of, command, cli, tmp_path, 
     taken = command(*words(source, *flags), "-q").peak_bytes()
     taken -= command(*words(empty, *flags, *NOTHING), "-q").peak_bytes()
     assert taken - (16 << 20) <= planned <= 2 * taken, f"{planned / 1e6:.1f} MB planned, {taken / 1e6:.1f} MB taken"
+
+
+def test_layers_that_are_left_alone_are_not_in_memory_for_good(checkpoint_of, cli, tmp_path):
+    source = checkpoint_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6)
+
+    def planned(*more) -> int:
+        how = ("--sparsity", 0.5, "--method", "sparsegpt", "--dataset", demo.TEXT, *FEW)
+        ran = cli("compress", "prune", source, "-o", tmp_path / "out", *how, *more, "--dry-run", "--json")
+        return ran.json["peak_memory_bytes"]
+
+    assert planned("--ignore", "*.layers.[2-5].*") == planned()

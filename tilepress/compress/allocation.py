@@ -39,7 +39,7 @@ class Allocation:
     chosen: str
     zeros: dict[str, int]
     facts: dict
-    identity: str | None
+    identity: str | None = None
 
 
 def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> Allocation:

@@ -127,9 +127,18 @@ def _moments(stage: list[Target]) -> int:
 
 def _outside(checkpoint: Checkpoint, targets: list[Target], layers: list[_Layer]) -> int:
     """Elements that stay in memory: of all that stands in no layer but the output head, which does not run."""
-    prefixes = {layer.prefix for layer in layers}
+    stacks = {_stack(layer.prefix) for layer in layers}  # of layers, of which some may have no target
     others = _others(checkpoint, targets)
-    return sum(n for name, n in others if _prefix(name) not in prefixes and not name.endswith("lm_head.weight"))
+    return sum(
+        n
+        for name, n in others
+        if not ((_prefix(name) and _stack(_prefix(name)) in stacks) or name.endswith("lm_head.weight"))
+    )
+
+
+def _stack(prefix: str) -> str:
+    """What the prefixes of all its layers begin with: `model.layers.`"""
+    return re.sub(r"\d+\.$", "", prefix)
 
 
 def _others(checkpoint: Checkpoint, targets: list[Target]) -> list[tuple[str, int]]:

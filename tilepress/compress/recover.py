@@ -196,6 +196,7 @@ def recover(
                 f"the weights, the text of {recovery.dataset} or the kind of device have changed since {plan.output} was trained",
                 "start again with --overwrite",
             )
+        (plan.work / STATE).unlink(missing_ok=True)
         progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))
         return
     pair, dtypes = _pair(plan, recipe, source, base, inner, device)

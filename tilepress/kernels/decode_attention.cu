@@ -222,8 +222,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   }
   if (lane < 2) places[2 * warp + lane] = make_int4(-1, -1, -1, -1);
   if (blockIdx.x == 0 && warp == 0) {                      // what every block looks at first
-    prefetch_line(lens + min(32 * lane, batch - 1));
-    prefetch_line(table + min(32 * lane, table_pages - 1));
+    if (32 * lane < batch) prefetch_line(lens + 32 * lane);
+    if (32 * lane < table_pages) prefetch_line(table + 32 * lane);
   }
   wait_for_grid();
 

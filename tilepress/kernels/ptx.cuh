@@ -17,7 +17,7 @@ __device__ __forceinline__ void sts16_if(u32 a, u32 v, bool ok) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(a), "h"((u16)v), "r"((u32)ok) : "memory");
 }
 #define EVICT_FIRST 0x12F0000000000000ull      // a policy of the L2 cache, cutlass's
-__device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  // of what is read once
+__device__ __forceinline__ void ldg128_if(uint4& v, const void* p, bool ok) {  // past the L1 cache, first to leave the L2 cache
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((u32)ok), "l"(EVICT_FIRST));
 }

@@ -215,8 +215,9 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    # With two consumers blocks get equal numbers of tiles.
-    cuts = [_cuts_of(packed.words, packed.offsets, grid)] if chosen.consumers == 1 else []
+    cuts = _cuts_of(
+        packed.words, packed.offsets, grid
+    )  # waits for the device once, whether the kernel takes them or equal numbers of tiles
     _memory, sums, left, ticket = split_sum.scratch(
         x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns
     )
@@ -226,7 +227,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
         grid,
         packed.words.data_ptr(),
         packed.offsets.data_ptr(),
-        *cuts,
+        *([cuts] if chosen.consumers == 1 else []),
         jit.tensor_map(x, chosen.columns, 64),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
