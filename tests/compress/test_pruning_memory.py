@@ -21,6 +21,7 @@ CASES = {
     "outputs of settled parts": ("biogpt", NARROW, ("sparsegpt", *MANY)),
     "another dtype": ("llama", NARROW | {"dtype": torch.bfloat16}, ("sparsegpt", *MANY, "--dtype", "float32")),
     "a wide input": ("llama", {"hidden_size": 256, "intermediate_size": 1536, "num_hidden_layers": 1}, ("sparsegpt", *FEW)),
+    "written out scores": ("gpt-oss", {"hidden_size": 128, "num_attention_heads": 16, "num_hidden_layers": 1}, ("wanda", "--nsamples", 2, "--seqlen", 1024)),
     "rows": ("llama", {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}, ("wanda", *FEW)),
 }  # fmt: skip
 

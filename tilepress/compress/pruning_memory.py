@@ -80,7 +80,7 @@ def peak_bytes(recipe: "PruneRecipe", checkpoint: Checkpoint, targets: list[Targ
     solver = 4 * _most(squares * t.cols**2 + rectangles * t.elements for t in inside) + (compute < 4) * 4 * largest
     experts = _most(_moments(stage) for layer in layers for stage in layer.stages)
     results = dtype.itemsize * _most(sum(t.elements for t in layer.targets) for layer in layers)
-    window = 6 * 4 * text.seqlen * widest
+    window = 6 * 4 * text.seqlen * widest + 4 * compute * _scores(checkpoint) * text.seqlen**2
     if experts and compute == 2:
         window += _KERNEL_BYTES * min(_MOST_KERNELS, 2 * text.seqlen + 128)
     pruning = outside + streams * layer + hidden + inputs + solver + experts + results + window
@@ -91,6 +91,17 @@ def peak_bytes(recipe: "PruneRecipe", checkpoint: Checkpoint, targets: list[Targ
     surveying = outside + layer + clones + _SURVEYED * largest + (variants + 3) * states + window
     writing = (2 * dtype.itemsize + 12) * largest
     return int(_MARGIN * max(pruning, surveying if recipe.allocation != "uniform" else 0, writing))
+
+
+def _scores(checkpoint: Checkpoint) -> int:
+    """Of a pair of tokens, where a model writes attention's scores out: its heads; none where torch's fused attention runs."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    config = checkpoint.text_config
+    known = getattr(transformers, NAMES.get(config.get("model_type"), ""), None)
+    is_fused = known is None or known._supports_sdpa
+    return 0 if is_fused else config.get("num_attention_heads") or config.get("n_head") or config.get("n_heads") or 0
 
 
 def _most(values: Iterable[float]) -> float:
