@@ -15,9 +15,12 @@ SCRIPT = """
 import json, os, signal, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-import torch, transformers.models.llama.modeling_llama
+import pydantic.fields, torch, transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from tilepress import cli
 from tilepress.compress import calibrate, finish, kv, plan, prune, quantize, shards
+
+get_checkpoint_conversion_mapping("llama")  # it keeps what it makes, for every family
 
 def start(folder, is_leader, words):
     pid = os.fork()

@@ -1,4 +1,5 @@
-"""Stopping a run before each of its renames, and going on: no `finally` of ours runs after a stop, as with SIGKILL."""
+"""A run killed before any of its renames, and going on: what its folder holds then is what SIGKILL leaves, for files are on the disk
+before they are renamed. The run itself goes on, so that one run gives every state."""
 
 import hashlib
 import os
@@ -8,7 +9,6 @@ from pathlib import Path
 
 from conftest import run_recipe
 
-from tilepress.compress import shards
 from tilepress.compress.plan import Recipe
 
 
@@ -17,43 +17,30 @@ def digest(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def stopped_before(step: int, run: Callable[[], object], monkeypatch) -> bool:
-    """Runs until the rename of that number; returns whether there was one."""
-
-    class Killed(BaseException):
-        pass
-
-    real, left = os.replace, step
+def killed_before_each_rename(run: Callable[[Path], object], output: Path, monkeypatch) -> list[Path]:
+    """Runs into `output`; returns a copy of it from before every rename, in order."""
+    real, states = os.replace, []
 
     def replace(source, target):
-        nonlocal left
-        if left == 0:
-            raise Killed
-        left -= 1
+        states.append(output.with_name(f"{output.name}-killed-{len(states)}"))
+        shutil.copytree(output, states[-1])
         real(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
-        patch.setattr(shards.ShardWriter, "abandon", lambda self: self._file.close())
-        try:
-            run()
-        except Killed:
-            return True
-    return False
+        run(output)
+    return states
 
 
 def stop_anywhere_and_resume(
     recipe: Recipe, source: Path, folder: Path, monkeypatch, look: Callable[[Path], None]
 ) -> int:
-    """Every stopped run, resumed, must give the bytes of one that was not stopped; `look` sees what a stop left. Returns how many."""
-    run_recipe(recipe, source, folder / "whole")
-    expected, step = digest(folder / "whole"), 0
-    while True:
-        output = folder / f"stopped-{step}"
-        if not stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch):
-            return step
-        look(output)
-        run_recipe(recipe, source, output, resume=True)
-        assert digest(output) == expected, f"stopped before rename {step}"
-        shutil.rmtree(output)
-        step += 1
+    """Every killed run, resumed, must give the bytes of the one that went on; `look` sees what was left. Returns how many."""
+    whole = folder / "whole"
+    states = killed_before_each_rename(lambda output: run_recipe(recipe, source, output), whole, monkeypatch)
+    for step, state in enumerate(states):
+        look(state)
+        run_recipe(recipe, source, state, resume=True)
+        assert digest(state) == digest(whole), f"killed before rename {step}"
+        shutil.rmtree(state)
+    return len(states)

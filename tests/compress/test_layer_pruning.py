@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import few_words, prune, run_recipe
-from interruption import digest, stopped_before
+from interruption import digest, killed_before_each_rename
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import tilepress
 from tilepress import demo, sweep
@@ -73,13 +74,9 @@ def test_allocations_are_exact_and_told(checkpoint_of, tmp_path, family, allocat
         )
 
 
-def measured(folder, base, text) -> float:
-    model, other = (tilepress.load(path, dtype=torch.float32) for path in (folder, base))
-    from transformers import AutoTokenizer
-
-    return perplexity(model, AutoTokenizer.from_pretrained(folder), Protocol(str(text), seqlen=512, limit=12), other)[
-        "perplexity"
-    ]
+def measured(folder, text) -> float:
+    model, protocol = tilepress.load(folder, dtype=torch.float32), Protocol(str(text), seqlen=512, limit=12)
+    return perplexity(model, AutoTokenizer.from_pretrained(folder), protocol)["perplexity"]
 
 
 def test_better_methods_are_better(tiny, halves, tmp_path):
@@ -89,7 +86,7 @@ def test_better_methods_are_better(tiny, halves, tmp_path):
     for method in ("magnitude", "wanda", "sparsegpt"):
         settings = {} if method == "magnitude" else {"text": text}
         prune(tiny, tmp_path / method, 0.6, format="dense", method=method, **settings)
-        found[method] = measured(tmp_path / method, tiny, held_out)
+        found[method] = measured(tmp_path / method, held_out)
     assert found["sparsegpt"] < 0.8 * found["wanda"] < 0.8 * found["magnitude"], found
 
 
@@ -127,15 +124,13 @@ def test_a_later_layer_gets_what_the_pruned_ones_make(checkpoint_of, tmp_path):
 def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama", shard_size="10MB")
     recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
-    run_recipe(recipe, source, tmp_path / "whole")
+    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
     run_recipe(recipe, source, tmp_path / "again")
     expected = digest(tmp_path / "whole")
     assert digest(tmp_path / "again") == expected
     for step in (2, 4, 5, 6, 8):
-        output = tmp_path / f"stopped-{step}"
-        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch)
-        run_recipe(recipe, source, output, resume=True)
-        assert digest(output) == expected, step
+        run_recipe(recipe, source, states[step], resume=True)
+        assert digest(states[step]) == expected, step
     other = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=few_words(7, 64))
     run_recipe(other, source, tmp_path / "other")
     assert digest(tmp_path / "other") != expected
@@ -144,9 +139,10 @@ def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, 
 @pytest.mark.parametrize("allocation", ["owl", "auto"])
 def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, allocation):
     source = checkpoint_of("llama", num_hidden_layers=3)
-    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128), allocation=allocation)
+    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(4, 64), allocation=allocation)
     run_recipe(recipe, source, tmp_path / "whole")
     monkeypatch.setattr(survey, "SAVE_EVERY_S", 0.0)
+    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "saving", monkeypatch)
     looked, look = [], survey._survey_layer
     monkeypatch.setattr(survey, "_survey_layer", lambda model, *rest: looked.append(rest[0]) or look(model, *rest))
     for step, layers in (
@@ -157,11 +153,9 @@ def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, 
         (7, 0),
         (8, 0),
     ):  # before it: the plan and a pair of files a layer
-        output = tmp_path / f"stopped-{step}"
-        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output), monkeypatch)
         looked.clear()
-        run_recipe(recipe, source, output, resume=True)
-        assert len(looked) == layers and digest(output) == digest(tmp_path / "whole"), step
+        run_recipe(recipe, source, states[step], resume=True)
+        assert len(looked) == layers and digest(states[step]) == digest(tmp_path / "whole"), step
 
 
 def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
@@ -169,15 +163,14 @@ def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, mon
     before = demo.TEXT.read_text()
     words.write_text(before)
     recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128, words), allocation="owl")
-    run_recipe(recipe, source, tmp_path / "whole")
-    assert stopped_before(3, lambda: run_recipe(recipe, source, tmp_path / "out"), monkeypatch)
-    assert (tmp_path / "out" / ".tilepress" / "allocation.json").exists()
+    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
+    assert (states[3] / ".tilepress" / "allocation.json").exists()
     words.write_text(before[500:])
     with pytest.raises(UsageError, match="have changed since"):
-        run_recipe(recipe, source, tmp_path / "out", resume=True)
+        run_recipe(recipe, source, states[3], resume=True)
     words.write_text(before)
-    run_recipe(recipe, source, tmp_path / "out", resume=True)
-    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+    run_recipe(recipe, source, states[3], resume=True)
+    assert digest(states[3]) == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
@@ -454,12 +447,11 @@ def test_zeros_are_exact_on_a_card(checkpoint_of, tmp_path, family):
 def test_a_stopped_run_on_a_card_goes_on_to_the_same_bytes(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama", shard_size="10MB")
     recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
-    run_recipe(recipe, source, tmp_path / "whole", "cuda")
+    whole, run = tmp_path / "whole", partial(run_recipe, recipe, source, device="cuda")
+    states = killed_before_each_rename(run, whole, monkeypatch)
     for step in (2, 4, 6):
-        output = tmp_path / f"stopped-{step}"
-        assert stopped_before(step, lambda output=output: run_recipe(recipe, source, output, "cuda"), monkeypatch)
-        run_recipe(recipe, source, output, "cuda", resume=True)
-        assert digest(output) == digest(tmp_path / "whole"), step
+        run(states[step], resume=True)
+        assert digest(states[step]) == digest(whole), step
 
 
 @pytest.mark.gpu

@@ -46,13 +46,22 @@ SCHEMES = {
 }
 
 
-def increase(artifact, base, text, limit=6) -> float:
-    """Relative rise of perplexity over the dense model, both computed in float32."""
-    model, dense = (tilepress.load(path, dtype=torch.float32) for path in (artifact, base))
-    assert any("w8a" in path for path in paths(model))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    scores = perplexity(model, tokenizer, Protocol(str(text), "gptq", 512, None, limit), dense)
-    return scores["perplexity"] / scores["base"]["perplexity"] - 1
+@pytest.fixture(scope="module")
+def increase(tiny, halves):
+    """Relative rise of an artifact's perplexity over that of `tiny`, on its first windows, computed in float32."""
+    tokenizer, dense, (_, held_out) = AutoTokenizer.from_pretrained(tiny), {}, halves
+
+    def measured(path, limit: int) -> float:
+        model = tilepress.load(path, dtype=torch.float32)
+        assert any("w8a" in path for path in paths(model)) == (path != tiny)
+        return perplexity(model, tokenizer, Protocol(str(held_out), "gptq", 512, None, limit))["perplexity"]
+
+    def increase(artifact, limit=6) -> float:
+        if limit not in dense:
+            dense[limit] = measured(tiny, limit)
+        return measured(artifact, limit) / dense[limit] - 1
+
+    return increase
 
 
 @pytest.mark.parametrize(
@@ -65,14 +74,14 @@ def increase(artifact, base, text, limit=6) -> float:
         ({"activations": "channel"}, 0.02),
     ],
 )
-def test_what_it_costs(tiny, tmp_path, halves, settings, most):
-    calibration, held_out = halves
+def test_what_it_costs(tiny, tmp_path, halves, increase, settings, most):
+    calibration, _ = halves
     quantize(tiny, tmp_path / "out", **settings | ({"text": calibration} if "activations" in settings else {}))
-    assert -0.005 < increase(tmp_path / "out", tiny, held_out) < most
+    assert -0.005 < increase(tmp_path / "out") < most
 
 
-def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, halves):
-    calibration, held_out = halves
+def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, halves, increase):
+    calibration, _ = halves
     source = add_outliers(tiny, tmp_path / "outliers")
     ids = torch.arange(200)[None] + 100
     with torch.no_grad():
@@ -88,7 +97,7 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
         "token": {"smooth": "auto"},
     }.items():
         quantize(source, tmp_path / name, text=calibration, **settings)
-        costs[name] = increase(tmp_path / name, tiny, held_out, limit=4)
+        costs[name] = increase(tmp_path / name, limit=4)
     assert costs["static"] > 0.2
     assert costs["smoothed"] < 0.02 and costs["channel"] < 0.02 and costs["token"] < 0.01
 

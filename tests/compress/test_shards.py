@@ -225,7 +225,7 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, comm
         (tmp_path / str(layers)).mkdir()
         big(tmp_path / str(layers), layers)
     largest_shard = max(p.stat().st_size for p in (tmp_path / "3").glob("*.safetensors"))
-    calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
+    calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 2, "--seqlen", 32]
     for run, words in {
         "layer": ["prune", "--sparsity", "0.7"],
         "global": ["prune", "--sparsity", "0.7", "--scope", "global", "--format", "dense"],
