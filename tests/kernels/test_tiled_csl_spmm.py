@@ -201,6 +201,13 @@ def test_columns_fit_and_small_weights_get_fewer():
     assert columns_for(256, 4096, 4096, 132) == 128  # 32 row blocks: two passes rather than four blocks a sum
 
 
+def test_padding_does_not_change_what_was_measured_for_a_sparsity():
+    for zeros in (0.5, 0.6, 0.7, 0.8, 0.9):
+        packed = pack(sparse(1024, 1024, zeros, torch.float16))
+        found = configuration(packed.words.numel() / 1024**2, 8, torch.float16)
+        assert found == configuration(1 - zeros, 8, torch.float16)
+
+
 def test_arguments_that_do_not_fit_are_refused():
     args, _ = arguments(200, 300)
     x, words, offsets, bias, *rest = args

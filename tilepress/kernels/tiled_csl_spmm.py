@@ -110,7 +110,7 @@ _FEW = (
     _Choice(2048, 10, 1, 2048, True),
     _Choice(3584, 8, 1, 3584, True),
     _Choice(7168, 7, 2, 3584, True),
-    _Choice(10240, 5, 2, 5120, True),
+    _Choice(10496, 5, 2, 5120, True),
     _Choice(14336, 7, 2, 3584, False),
     _Choice(math.inf, 6, 3, 3072, False),
 )
