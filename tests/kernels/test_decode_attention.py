@@ -293,7 +293,7 @@ def test_the_first_call_may_be_in_a_graph_of_the_compiler():
     case = Case(KVFormat(128), [3000, 7], 2, "cuda")
     query = case.query(4, torch.bfloat16)
     expected = case.run(query * 2)
-    decode_attention._counts.clear()
+    decode_attention._counters.clear()
     decode_attention._spare.clear()
     torch._dynamo.reset()
     compiled = torch.compile(lambda q: case.run(q * 2) + 0, mode="reduce-overhead")

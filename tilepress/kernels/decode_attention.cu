@@ -11,9 +11,11 @@
 //
 // A warp streams its units through a ring of its own (kv_units.cuh).
 //
-// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes beyond the block, it leaves the head in global memory and
-// counts: who comes last puts together what all blocks have left, in their order, so that results do not depend on timing. Nobody waits for another block.
-// Counts are zero before and after a launch.
+// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes on in the next block, it leaves the head in global memory.
+// The block in which a segment of several blocks ends waits for what the others have left and adds it up in their order, so that results do not depend on
+// timing. Blocks are numbered as they start, and wait for lower numbers only: for blocks that run or have ended. Words that are left carry the launch's
+// ticket, so that whoever finds it has the word; the numbers of all launches are counted by one counter, and a launch's ticket is the counter's own number
+// and how often it has counted a launch: no other launch has it, not even a graph's next replay. Nothing needs to be cleared.
 //
 // Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; WARPS 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
 // 32 WARPS threads a multiprocessor.
@@ -24,7 +26,6 @@
 #define FEW 4                                 // parts of blocks that are loaded at once: few of many sequences, many of a long one
 #define MANY 16
 #define WORTH_BYTES (80 << 10)                // of pages: what a block reads while another hands over
-#define JOBS (HEADS < WARPS ? 1 : HEADS / WARPS)   // heads of a segment that a warp puts together
 
 // Shared memory
 #define RING_BYTES (WARPS * STAGES * UNIT_BYTES)
@@ -34,7 +35,8 @@
 #define WEIGHTS_AT (PIECES_AT + 2 * WARPS * PIECE * 4)
 #define PLACES_AT (WEIGHTS_AT + 2 * WARPS * HEADS * 8)
 #define BARS_AT (PLACES_AT + 2 * WARPS * 16)
-#define SUMS_AT (BARS_AT + WARPS * STAGES * 8)
+#define START_AT (BARS_AT + WARPS * STAGES * 8)
+#define SUMS_AT (START_AT + 16)
 #define PREFIX_AT (SUMS_AT + WARPS * 4)
 static_assert((WARPS & WARPS - 1) == 0 && WARPS <= 16, "warps");
 static_assert(PREFIX_AT + (MOST + 1) * 4 <= SHARED_BYTES && WARPS * 33 <= MOST + 1, "shared memory");
@@ -44,13 +46,24 @@ __device__ __forceinline__ int quotient(int a, int b) {
   const int q = (int)((float)a * inverse((float)b));       // at most one off
   return q - (q * b > a) + ((q + 1) * b <= a);
 }
-// What `at` was; it counts to `last` and then from 0 again. What others stored before they counted is seen from then on.
-__device__ __forceinline__ u32 count_to(u32* at, u32 last) {
-  u32 v;
-  asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "r"(last) : "memory");
+// Words of 16 bytes in global memory, each stored and loaded as a whole: two floats and a ticket.
+struct __align__(16) Word { float2 value; u64 ticket; };
+__device__ __forceinline__ void leave_word(Word* at, float low, float high, u64 ticket) {
+  asm volatile("{.reg .b128 w; .reg .b64 v; mov.b64 v, {%1, %2}; mov.b128 w, {v, %3}; st.relaxed.gpu.global.b128 [%0], w;}"
+               ::"l"(at), "f"(low), "f"(high), "l"(ticket) : "memory");
+}
+__device__ __forceinline__ Word find_word(const Word* at) {
+  Word found;
+  asm volatile("{.reg .b128 w; .reg .b64 v; ld.relaxed.gpu.global.b128 w, [%3]; mov.b128 {v, %2}, w; mov.b64 {%0, %1}, v;}"
+               : "=f"(found.value.x), "=f"(found.value.y), "=l"(found.ticket) : "l"(at) : "memory");
+  return found;
+}
+// What `at` was before.
+__device__ __forceinline__ u64 count_one(u64* at) {
+  u64 v;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void fence_card() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Units in order, shared out to COUNT as evenly as it goes: `each`, and `more` in all. `rate`: shares a unit, nearly.
 template <int COUNT> struct Shares {
@@ -76,6 +89,8 @@ __device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int se
   return {share, 0, inverse((float)share)};
 }
 
+struct Start { u64 ticket; int number; };     // the launch's, the block's
+
 struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
 
 struct __align__(4 * CHANNELS) Channels {     // of a head
@@ -91,44 +106,50 @@ struct __align__(4 * CHANNELS) Channels {     // of a head
   }
 };
 
-// What a block leaves of a segment: heads' channels relative to the sum of their weights, and that sum's log2.
-struct Part { Channels v[HEADS][32]; float weight[HEADS]; };
+// What a block leaves of a segment that goes on: heads' channels relative to the sum of their weights, and that sum's log2.
+struct Part {
+  Word channels[HEADS][CHANNELS / 2][32], log[HEADS];
 
-__device__ __forceinline__ Channels load_part(const Channels* p) {
-  Channels v;
-  if (CHANNELS == 4) *(float4*)v.of = __ldcg((const float4*)p); else *(float2*)v.of = __ldcg((const float2*)p);
-  return v;
-}
-
-struct Wide { int sequence, head, heads, turn, from, count; };   // a segment of several blocks: their first one and number; turn: a warp's first head
-
-struct Sum {                                  // of parts of a head
-  Channels channels = {};
-  float weight = 0.f, most = __int_as_float(0xff800000);   // of the parts, and the largest one's log2
-
-  template <int BATCH> __device__ __forceinline__ void add_parts(const Part* parts, const Wide& w, int head) {
-    const Part* const at = parts + w.from;                 // the first one, which goes on, is BLOCKS further
-    for (int done = 0; done < w.count; done += BATCH) {
-      Channels v[BATCH]; float log[BATCH];
-      float higher = most;
+  __device__ void leave(int head, const Channels& v, float of_weights, u64 ticket) {
 #pragma unroll
-      for (int k = 0; k < BATCH; ++k) {
-        v[k] = {}; log[k] = __int_as_float(0xff800000);
-        if (done + k < w.count) {
-          const Part* const from = at + done + (k == 0 && done == 0 ? BLOCKS : k);
-          v[k] = load_part(&from->v[head][threadIdx.x % 32]);
-          log[k] = __ldcg(&from->weight[head]);
-        }
+    for (int k = 0; k < CHANNELS / 2; ++k) leave_word(&channels[head][k][threadIdx.x % 32], v.of[2 * k], v.of[2 * k + 1], ticket);
+    if (threadIdx.x % 32 == 0) leave_word(&log[head], of_weights, 0.f, ticket);
+  }
+};
+
+struct Sum {                                  // of parts of a head; at first, of one
+  Channels channels;
+  float most, weight = 1.f;                   // of the parts: the largest log2, and all relative to it
+
+  // Waits for parts, BATCH at once.
+  template <int BATCH> __device__ __forceinline__ void add(const Part* parts, int count, int head, u64 ticket) {
+    const int lane = threadIdx.x % 32;
+    for (; count > 0; parts += BATCH, count -= BATCH) {
+      Word found[BATCH][CHANNELS / 2], log;
+      const auto part = [&](int k) -> const Part* {        // beyond the last one, that one again, times 0
+        return (const Part*)((const char*)parts + (u32)min(k, count - 1) * (u32)sizeof(Part));
+      };
+      for (bool are_there = false; !are_there;) {          // all loads first, then a look at them
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+          for (int i = 0; i < CHANNELS / 2; ++i) found[k][i] = find_word(&part(k)->channels[head][i][lane]);
+        log = find_word(&part(min(lane, BATCH - 1))->log[head]);
+        are_there = log.ticket == ticket;
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+          for (int i = 0; i < CHANNELS / 2; ++i) are_there &= found[k][i].ticket == ticket;
+        are_there = __all_sync(ALL, are_there);
       }
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k) higher = fmaxf(higher, log[k]);
-      const float shrink = exp2_of(most - higher);
-      most = higher; weight *= shrink; channels.scale(shrink);
+      if (lane >= min(count, BATCH)) log.value.x = __int_as_float(0xff800000);
+      const float higher = fmaxf(most, warp_max(log.value.x)), shrink = exp2_of(most - higher), by = exp2_of(log.value.x - higher);
+      most = higher; weight = weight * shrink + warp_sum(by); channels.scale(shrink);
 #pragma unroll
       for (int k = 0; k < BATCH; ++k) {
-        const float f = exp2_of(log[k] - most);
-        weight += f;
-        channels.add(f, v[k]);
+        const float f = __shfl_sync(ALL, by, k);           // 0 of what is no part
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 2; ++i) { channels.of[2 * i] += f * found[k][i].value.x; channels.of[2 * i + 1] += f * found[k][i].value.y; }
       }
     }
   }
@@ -200,7 +221,7 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, Part* parts, u32* counts, const float* key_channels,
+decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, Part* parts, u64* started, u64 ticket, const float* key_channels,
                  const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group, int passes,
                  int table_stride, int table_pages, int num_pages, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -214,14 +235,16 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   };
   const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, passes, scale};
   const int heads = kv_heads * passes;
-  launch_dependents();
+  Start* const start = (Start*)(memory + START_AT);
+  u64 before;
+  if (threadIdx.x == 0) before = count_one(started);
   if (lane == 0) {
     for (int i = 0; i < STAGES; ++i) bar_init(bars + i * 8, 1);
     fence_bar_init();
     fence_async();
   }
   if (lane < 2) places[2 * warp + lane] = make_int4(-1, -1, -1, -1);
-  if (blockIdx.x == 0 && warp == 0) {                      // what every block looks at first
+  if (blockIdx.x == 0 && warp == 0) {                        // what every block looks at first
     if (32 * lane < batch) prefetch_line(lens + 32 * lane);
     if (32 * lane < table_pages) prefetch_line(table + 32 * lane);
   }
@@ -253,18 +276,22 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     const int v = scan(sum);
     if (lane == 31) sums[warp] = v;
     __syncthreads();
-    int before = v - sum;
-    for (int i = 0; i < warp; ++i) before += sums[i];
-    for (int b = from; b < to; ++b) { prefix[b] = before; before += units_of(b); }
-    if (to == batch && from < batch) prefix[batch] = before;
-    __syncthreads();
+    int units = v - sum;
+    for (int i = 0; i < warp; ++i) units += sums[i];
+    for (int b = from; b < to; ++b) { prefix[b] = units; units += units_of(b); }
+    if (to == batch && from < batch) prefix[batch] = units;
   }
-  for (int b = blockIdx.x; b < batch; b += BLOCKS)
+  if (threadIdx.x == 0) *start = {ticket + before / BLOCKS, (int)(before % BLOCKS)};   // asked for above, behind all loads so far
+  __syncthreads();
+  launch_dependents();                                     // only now: numbers of the next launch come behind those of this one
+  ticket = start->ticket;
+  const int number = start->number;
+  for (int b = number; b < batch; b += BLOCKS)
     if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
 
   const int total = prefix[batch] * heads;
   const Shares<BLOCKS> blocks = shares_of(total, prefix[1], batch * heads);
-  const int block_first = blocks.begin(blockIdx.x), block_end = min(blocks.begin(blockIdx.x + 1), total);
+  const int block_first = blocks.begin(number), block_end = min(blocks.begin(number + 1), total);
   if (block_first >= block_end) return;
   const Shares<WARPS> warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS, 0.f};
   const int first = block_first + warps.begin(warp), count = block_first + warps.begin(warp + 1) - first;
@@ -279,10 +306,10 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     const int head = quotient(in, units);
     return {low, head, in - head * units, units};
   };
+  const auto page_of = [&](const Place& p) -> u32 { return table[(u64)p.sequence * table_stride + p.unit / UNITS_OF_PAGE]; };
   // Where a unit stands: UNIT tokens of a head of a page.
-  const auto where = [&](const Place& p) -> u32 {
-    const int page = min((u32)table[(u64)p.sequence * table_stride + p.unit / UNITS_OF_PAGE], (u32)num_pages - 1);
-    return (u32)(page * kv_heads + output.kv_head(p.head)) * UNITS_OF_PAGE + p.unit % UNITS_OF_PAGE;
+  const auto where = [&](const Place& p, u32 page) -> u32 {
+    return (min(page, (u32)num_pages - 1) * kv_heads + output.kv_head(p.head)) * UNITS_OF_PAGE + p.unit % UNITS_OF_PAGE;
   };
   const auto copy = [&](int slot, u32 unit) {
     if (lane) return;
@@ -299,22 +326,27 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   u32 raw[TILES][D / 8];
   const auto load_query = [&](const Place& p) {
     const int mine = output.heads_of(p.head);
+    const u16* const head = query + output.row(p.sequence, p.head, g) * D;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int j = 0; j < D / 32; ++j) {
         uint4 v = {};
-        if (n * 8 + g < mine) v = __ldg((const uint4*)(query + output.row(p.sequence, p.head, n * 8 + g) * D + key_channel(j)));
+        if (n * 8 + g < mine) v = __ldg((const uint4*)(head + n * 8 * D + key_channel(j)));
         raw[n][4 * j] = v.x; raw[n][4 * j + 1] = v.y; raw[n][4 * j + 2] = v.z; raw[n][4 * j + 3] = v.w;
       }
   };
 
-  const auto where_is = [&](int u) -> u32 { return where(find(min(u, total - 1))); };
-  Place at = find(min(first + lane, total - 1));
-  u32 next = where(at);
-  at = {__shfl_sync(ALL, at.sequence, 0), __shfl_sync(ALL, at.head, 0), __shfl_sync(ALL, at.unit, 0), __shfl_sync(ALL, at.units, 0)};
+  const auto where_is = [&](int u) -> u32 {
+    const Place p = find(min(u, total - 1));
+    return where(p, page_of(p));
+  };
+  const Place mine = find(min(first + lane, total - 1));
+  const u32 page = page_of(mine);
+  Place at = {__shfl_sync(ALL, mine.sequence, 0), __shfl_sync(ALL, mine.head, 0), __shfl_sync(ALL, mine.unit, 0), __shfl_sync(ALL, mine.units, 0)};
   load_query(at);                                          // behind the pages it would wait for them
   int length = length_of(at.sequence);
+  u32 next = where(mine, page);
   for (int j = 0; j < STAGES; ++j)
     if (j < count) copy(j, __shfl_sync(ALL, next, j));
   u32 later = count > 32 ? where_is(first + 32 + lane) : 0;
@@ -356,7 +388,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
 
     // The piece, to shared memory: a warp keeps at most two, its first one and its last one.
     const bool whole = at.unit == 0 && n == at.units;
-    const int number = 2 * warp + (whole || j == count);
+    const int piece = 2 * warp + (whole || j == count);
     const int mine = output.heads_of(at.head);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
@@ -365,96 +397,65 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       for (int k = 0; k < 2; ++k) {
         const float sum = warp_sum(st.sum[k], 4), shift = warp_sum(st.shift[k], 4);
         const int head = t * 8 + 2 * c + k;
-        float* to = pieces + number * PIECE + head / 2 * PAIR + k * D;
+        float* to = pieces + piece * PIECE + head / 2 * PAIR + k * D;
 #pragma unroll
         for (int i = 0; i < D / 16; i += 2)
           *(float4*)(to + channel_of(i)) = make_float4(st.o[i][k] * LOW_STEP + shift, st.o[i][k + 2] * HIGH_STEP + shift,
                                                        st.o[i + 1][k] * LOW_STEP + shift, st.o[i + 1][k + 2] * HIGH_STEP + shift);
-        if (g == 0) weights[number * HEADS + head] = make_float2(-st.offset[k], sum);
+        if (g == 0) weights[piece * HEADS + head] = make_float2(-st.offset[k], sum);
       }
     }
     if (whole) {
       __syncwarp();
       for (int i = 0; i < mine; ++i) {
-        const float2 w = weights[number * HEADS + i];
-        Channels v = channels_of(number, i);
+        const float2 w = weights[piece * HEADS + i];
+        Channels v = channels_of(piece, i);
         v.scale(inverse(w.y));
         output.write(at.sequence, at.head, i, v, w.x + log2_of(w.y));
       }
       __syncwarp();
     } else if (lane == 0) {
       const int start = first + j - n - at.unit;
-      places[number] = make_int4(at.sequence, at.head, start, start + at.units);
+      places[piece] = make_int4(at.sequence, at.head, start, start + at.units);
     }
     at = following;
     length = following_length;
   }
   __syncthreads();
 
-  // Pieces of the block: a warp takes a head of a segment, the next warp the next one. Of segments that go beyond the block it leaves what it has.
-  Wide one, other;                                              // such segments, two at most
-  int wides = 0;
+  // Pieces of the block: a warp takes a head of a segment, the next warp the next one. The last segment comes first, since others may wait for it.
   const int piece = lane % (2 * WARPS), start_of = places[piece].z;
   u32 left = __ballot_sync(ALL, start_of >= 0) & ((1ull << 2 * WARPS) - 1);
   for (int turn = warp; left;) {
-    const int4 segment = places[__ffs(left) - 1];          // sequence, head, first and last unit
+    const int4 segment = places[31 - __clz(left)];         // sequence, head, first and last unit
     const u32 members = __ballot_sync(ALL, start_of == segment.z) & left;
     left &= ~members;
-    const bool is_member = start_of == segment.z, inside = segment.z >= block_first && segment.w <= block_end;
+    const bool is_member = start_of == segment.z;
     const int of_segment = output.heads_of(segment.y);
-    if (!inside) {
-      const int from = blocks.of(segment.z);
-      const Wide found = {segment.x, segment.y, of_segment, turn, from, blocks.of(segment.w - 1) - from + 1};
-      if (wides == 0) one = found; else other = found;
-      ++wides;
-    }
     for (; turn < of_segment; turn += WARPS) {
+      Channels of[WARPS + 1];                              // warps' last pieces, and the first one of the warp in which the segment ends
+      const int end = __ffs(members & 0x55555555) - 1;
+#pragma unroll
+      for (int k = 0; k < WARPS; ++k) of[k] = members >> 2 * k & 2 ? channels_of(2 * k + 1, turn) : Channels{};
+      of[WARPS] = end >= 0 ? channels_of(end, turn) : Channels{};
       const float2 w = is_member ? weights[piece * HEADS + turn] : make_float2(__int_as_float(0xff800000), 0.f);
       const float most = warp_max(w.x, 1, 2 * WARPS), by = exp2_of(w.x - most), sum = warp_sum(by * w.y, 1, 2 * WARPS);
       Channels v = {};
-      for (u32 rest = members; rest;) {
-        Channels of[8]; int number[8];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {                      // beyond the last one, that one again, times 0
-          number[k] = rest ? __ffs(rest) - 1 : k ? number[k - 1] | 32 : 0;
-          of[k] = channels_of(number[k] % 32, turn);
-          rest &= rest - 1;
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const float f = __shfl_sync(ALL, by, number[k] % 32);
-          v.add(number[k] < 32 ? f : 0.f, of[k]);
-        }
-      }
+      for (int k = 0; k <= WARPS; ++k) v.add(__shfl_sync(ALL, by, k < WARPS ? 2 * k + 1 : end & 31), of[k]);
       v.scale(inverse(sum));
-      const float weight = most + log2_of(sum);
-      if (inside) {
-        output.write(segment.x, segment.y, turn, v, weight);
-      } else {
-        Part& to = parts[(segment.z >= block_first ? BLOCKS : 0) + blockIdx.x];
-        to.v[turn][lane] = v;
-        if (lane == 0) to.weight[turn] = weight;
+      Sum all = {v, most + log2_of(sum)};
+      if (segment.w > block_end) {
+        parts[number].leave(turn, all.channels, all.most, ticket);
+        continue;
       }
+      if (segment.z < block_first) {
+        const int from = blocks.of(segment.z), count = number - from;
+        if (count <= FEW) all.add<FEW>(parts + from, count, turn, ticket); else all.add<MANY>(parts + from, count, turn, ticket);
+        all.channels.scale(inverse(all.weight));
+      }
+      output.write(segment.x, segment.y, turn, all.channels, all.most + log2_of(all.weight));
     }
     turn -= of_segment;
-  }
-  if (wides == 0) return;
-
-  // Who is the last of a head's blocks? A lane for each of the warp's heads asks. They are counted where the segment begins.
-  __syncwarp();
-  fence_card();
-  const int asks_for = lane / JOBS, head_asked = (asks_for ? other.turn : one.turn) + lane % JOBS * WARPS;
-  const bool asks = asks_for < wides && head_asked < (asks_for ? other.heads : one.heads);
-  const int last = (asks_for ? other.count : one.count) - 1;
-  const bool is_last = asks && count_to(counts + (asks_for ? other.from : one.from) * HEADS + head_asked, last) == last;
-  u32 to_do = __ballot_sync(ALL, is_last);
-  __syncwarp();
-  for (; to_do; to_do &= to_do - 1) {
-    const int asked = __ffs(to_do) - 1, head = __shfl_sync(ALL, head_asked, asked);
-    const Wide w = asked / JOBS ? other : one;
-    Sum sum;
-    if (w.count <= FEW) sum.add_parts<FEW>(parts, w, head); else sum.add_parts<MANY>(parts, w, head);
-    sum.channels.scale(inverse(sum.weight));
-    output.write(w.sequence, w.head, head, sum.channels, sum.most + log2_of(sum.weight));
   }
 }

@@ -5,6 +5,7 @@ shifts all scores of a query alike and cancels in the softmax, the values' scale
 """
 
 import functools
+import secrets
 import threading
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -131,35 +132,33 @@ class Configuration:
     def shared_bytes(self) -> int:
         ring = self.warps * _STAGES * (2 * self.unit * self.form.row_bytes + 8)
         pieces = 2 * self.warps * 4 * self.tiles * (4 * (2 * self.form.head_dim + 4) + 16)
-        return ring + pieces + 2 * self.warps * 16 + self.warps * 4 + 4 * (_MOST + 1)
+        return ring + pieces + 2 * self.warps * 16 + 16 + self.warps * 4 + 4 * (_MOST + 1)
 
 
 _STAGES = 2  # units on their way to each warp
 _MANY = 4096  # tokens of a block that are worth longer units
 _MOST = 1024  # sequences of a launch
-_MOST_HEADS = 16  # of one load of the pages
-_SPARE = 64  # rows of zeros that are made at once
-_counts: dict[tuple[int, int, int], int] = {}  # addresses, of device, stream and capture
-_spare: dict[int, list[int]] = {}  # of each device
+_SPARE = 256  # counters that are made at once
+_COUNTER_BYTES = 32
+_counters: dict[tuple[int, int, int], tuple[int, int]] = {}  # addresses and tickets, of device, stream and capture
+_spare: dict[int, list[int]] = {}  # addresses, of each device
 _lock = threading.Lock()
 
 
-def _counts_of(device: torch.device, words: int) -> int | Tensor:
-    """The address of zeros that a launch counts in, and leaves as zeros. Launches of a stream follow one another and share a row; graphs run beside
-    streams and each other, so each capture has rows of its own: those were made before, or else every replay writes zeros first (a tensor)."""
+def _counter_of(device: torch.device) -> tuple[int, int] | None:
+    """The address of a counter of blocks, for good, and its ticket. Launches of a stream follow one another and share one; graphs run beside streams and
+    each other, so each capture has one of its own, made before: None where there was none."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     capture = jit.capture_number(stream)
     key = device.index, stream, capture
     with _lock:
         spare = _spare.setdefault(device.index, [])
         if not capture and len(spare) < _SPARE // 4:
-            first = jit.zeros_for_good(device, 4 * words * _SPARE)
-            spare += range(first, first + 4 * words * _SPARE, 4 * words)
-        if key not in _counts:
-            if not spare:
-                return torch.zeros(words, dtype=torch.int32, device=device)
-            _counts[key] = spare.pop()
-        return _counts[key]
+            first = jit.zeros_for_good(device, _SPARE * _COUNTER_BYTES)
+            spare += range(first, first + _SPARE * _COUNTER_BYTES, _COUNTER_BYTES)
+        if key not in _counters and spare:
+            _counters[key] = spare.pop(), secrets.randbits(62)
+        return _counters.get(key)
 
 
 def source(chosen: Configuration) -> str:
@@ -257,9 +256,13 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
     _load(chosen, query.device)
     scales = None if out_scale is None else out_scale.reshape(1).float()
-    # What blocks leave each other, of two segments each: float32 [most_heads, D] and [most_heads].
-    parts = torch.empty(2 * blocks * most_heads * (dim + 1), dtype=torch.float32, device=query.device)
-    counts = _counts_of(query.device, blocks * _MOST_HEADS)
+    # What a block leaves of a segment that goes on: 16 bytes for two of [most_heads, D] channels, and [most_heads].
+    part_bytes, counter = blocks * most_heads * (dim // 2 + 1) * 16, _counter_of(query.device)
+    if counter is not None:
+        parts = torch.empty(part_bytes, dtype=torch.uint8, device=query.device)
+    else:  # every replay clears it: no ticket of another stands there
+        parts = torch.zeros(part_bytes + _COUNTER_BYTES, dtype=torch.uint8, device=query.device)
+        counter = parts.data_ptr() + part_bytes, secrets.randbits(62)
     for first in range(0, batch, _MOST):
         count = min(_MOST, batch - first)
         _kernel(chosen)(
@@ -272,7 +275,7 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
             out[first:].data_ptr(),
             0 if lse is None else lse[first:].data_ptr(),
             parts.data_ptr(),
-            counts if isinstance(counts, int) else counts.data_ptr(),
+            *counter,
             *(0 if t is None else t.data_ptr() for t in (*calibration, scales)),
             count,
             kv_heads,
