@@ -230,6 +230,24 @@ def test_graphs_follow_the_lengths(form):
 
 
 @gpu
+@pytest.mark.parametrize("spare", [True, False], ids=["a counter of its own", "a counter that replays clear"])
+def test_replays_do_not_take_what_others_have_left(spare, monkeypatch):
+    """Segments of many blocks, again and again in the same memory, each time with another query."""
+    case = Case(KVFormat(128), [9000, 70, 5000], 2, "cuda")
+    queries = [case.query(4, torch.bfloat16, seed) for seed in range(20)]
+    expected = [case.run(query) for query in queries]
+    if not spare:
+        monkeypatch.setitem(decode_attention._spare, 0, [])
+    query, graph = torch.empty_like(queries[0]), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [case.run(query) for _ in range(3)]
+    for i in range(200):
+        query.copy_(queries[i % 20])
+        graph.replay()
+        assert all(torch.equal(out, expected[i % 20]) for out in found), i
+
+
+@gpu
 def test_streams_do_not_meet():
     case = Case(KVFormat(128), [5000, 300, 4000], 8, "cuda")
     queries = [case.query(4, torch.bfloat16, seed) for seed in range(4)]
@@ -289,7 +307,7 @@ def test_what_no_kernel_takes_is_attended_to_by_the_reference():
 
 @gpu
 def test_the_first_call_may_be_in_a_graph_of_the_compiler():
-    """Rows of counts must not lie in a graph's memory: the warm-up of reduce-overhead allocates there."""
+    """A counter of blocks must not lie in a graph's memory: the warm-up of reduce-overhead allocates there."""
     case = Case(KVFormat(128), [3000, 7], 2, "cuda")
     query = case.query(4, torch.bfloat16)
     expected = case.run(query * 2)

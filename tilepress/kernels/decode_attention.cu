@@ -36,7 +36,7 @@
 #define PLACES_AT (WEIGHTS_AT + 2 * WARPS * HEADS * 8)
 #define BARS_AT (PLACES_AT + 2 * WARPS * 16)
 #define START_AT (BARS_AT + WARPS * STAGES * 8)
-#define SUMS_AT (START_AT + 16)
+#define SUMS_AT (START_AT + 8)
 #define PREFIX_AT (SUMS_AT + WARPS * 4)
 static_assert((WARPS & WARPS - 1) == 0 && WARPS <= 16, "warps");
 static_assert(PREFIX_AT + (MOST + 1) * 4 <= SHARED_BYTES && WARPS * 33 <= MOST + 1, "shared memory");
@@ -88,8 +88,6 @@ __device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int se
   const int share = __shfl_sync(ALL, whole, __ffs(found) - 1);
   return {share, 0, inverse((float)share)};
 }
-
-struct Start { u64 ticket; int number; };     // the launch's, the block's
 
 struct Place { int sequence, head, unit, units; };   // a unit: its segment, its number in it, how many that has
 
@@ -214,6 +212,7 @@ struct Output {
   __device__ void write_nothing(int sequence) const {
     const int rows = kv_heads * group;
     u16* to = (u16*)out + (u64)sequence * rows * (OUT8 ? D / 2 : D);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * (OUT8 ? D / 2 : D); i += WARPS * 32) to[i] = 0;
     if (LSE)
       for (int i = threadIdx.x; i < rows; i += WARPS * 32) lse[(u64)sequence * rows + i] = __int_as_float(0xff800000);
@@ -235,7 +234,6 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   };
   const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, passes, scale};
   const int heads = kv_heads * passes;
-  Start* const start = (Start*)(memory + START_AT);
   u64 before;
   if (threadIdx.x == 0) before = count_one(started);
   if (lane == 0) {
@@ -250,9 +248,18 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   }
   wait_for_grid();
 
+  const int early = ldg32(lens + min(lane, batch - 1));    // on its way while the block learns its number
+  if (threadIdx.x == 0) sts64(shared + START_AT, before);
+  __syncthreads();
+  launch_dependents();                                     // only now: numbers of the next launch come behind those of this one
+  before = *(const u64*)(memory + START_AT);
+  const int number = before % BLOCKS;
+  ticket += before / BLOCKS;
+
   // Units of all sequences before each. Few sequences are added up by each warp for itself: no barrier stands before the first copies.
-  const auto length_of = [&](int b) -> int { return min(max(lens[b], 0), table_pages * 64); };
-  const auto units_of = [&](int b) -> int { return (length_of(b) + UNIT - 1) / UNIT; };
+  const auto clamped = [&](int length) -> int { return min(max(length, 0), table_pages * 64); };
+  const auto length_of = [&](int b) -> int { return clamped(lens[b]); };
+  const auto units_of = [&](int length) -> int { return (clamped(length) + UNIT - 1) / UNIT; };
   const auto scan = [&](int v) -> int {
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
@@ -264,7 +271,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   int* prefix = (int*)(memory + PREFIX_AT);
   if (batch <= 32) {
     prefix += warp * 33;
-    const int v = scan(lane < batch ? units_of(lane) : 0);
+    const int v = scan(lane < batch ? units_of(early) : 0);
     if (lane < batch) prefix[lane + 1] = v;
     if (lane == 0) prefix[0] = 0;
     __syncwarp();
@@ -272,27 +279,24 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     int* const sums = (int*)(memory + SUMS_AT);
     const int each = (batch + WARPS * 32 - 1) / (WARPS * 32), from = min((int)threadIdx.x * each, batch), to = min(from + each, batch);
     int sum = 0;
-    for (int b = from; b < to; ++b) sum += units_of(b);
+    for (int b = from; b < to; ++b) sum += units_of(lens[b]);
     const int v = scan(sum);
     if (lane == 31) sums[warp] = v;
     __syncthreads();
     int units = v - sum;
     for (int i = 0; i < warp; ++i) units += sums[i];
-    for (int b = from; b < to; ++b) { prefix[b] = units; units += units_of(b); }
+    for (int b = from; b < to; ++b) { prefix[b] = units; units += units_of(lens[b]); }
     if (to == batch && from < batch) prefix[batch] = units;
+    __syncthreads();
   }
-  if (threadIdx.x == 0) *start = {ticket + before / BLOCKS, (int)(before % BLOCKS)};   // asked for above, behind all loads so far
-  __syncthreads();
-  launch_dependents();                                     // only now: numbers of the next launch come behind those of this one
-  ticket = start->ticket;
-  const int number = start->number;
-  for (int b = number; b < batch; b += BLOCKS)
-    if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
-
+  const auto write_empty = [&]() {                         // sequences
+    for (int b = number; b < batch; b += BLOCKS)
+      if (prefix[b] == prefix[b + 1]) output.write_nothing(b);
+  };
   const int total = prefix[batch] * heads;
   const Shares<BLOCKS> blocks = shares_of(total, prefix[1], batch * heads);
   const int block_first = blocks.begin(number), block_end = min(blocks.begin(number + 1), total);
-  if (block_first >= block_end) return;
+  if (block_first >= block_end) { write_empty(); return; }
   const Shares<WARPS> warps = {(block_end - block_first) / WARPS, (block_end - block_first) % WARPS, 0.f};
   const int first = block_first + warps.begin(warp), count = block_first + warps.begin(warp + 1) - first;
 
@@ -349,6 +353,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   u32 next = where(mine, page);
   for (int j = 0; j < STAGES; ++j)
     if (j < count) copy(j, __shfl_sync(ALL, next, j));
+  write_empty();
   u32 later = count > 32 ? where_is(first + 32 + lane) : 0;
   Position ready;
   for (int j = 0; j < count;) {

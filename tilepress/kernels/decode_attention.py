@@ -132,7 +132,7 @@ class Configuration:
     def shared_bytes(self) -> int:
         ring = self.warps * _STAGES * (2 * self.unit * self.form.row_bytes + 8)
         pieces = 2 * self.warps * 4 * self.tiles * (4 * (2 * self.form.head_dim + 4) + 16)
-        return ring + pieces + 2 * self.warps * 16 + 16 + self.warps * 4 + 4 * (_MOST + 1)
+        return ring + pieces + 2 * self.warps * 16 + 8 + self.warps * 4 + 4 * (_MOST + 1)
 
 
 _STAGES = 2  # units on their way to each warp
