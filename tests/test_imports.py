@@ -60,6 +60,31 @@ def test_formats_know_no_transformers_and_only_the_screen_prints():
             assert not re.search(r"\bprint\(", text), path
 
 
+def test_ops_are_imported_where_they_are_called():
+    """A module that calls torch.ops.tilepress.x imports, itself or through others, the one that defines x."""
+    texts = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text() for path in PACKAGE.rglob("*.py")}
+    direct = {}
+    for name, text in texts.items():
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        named = {at for node in nodes for at in (node.module, *(f"{node.module}.{each.name}" for each in node.names))}
+        direct[name] = {at.removeprefix("tilepress.") for at in named} & set(texts)
+    homes = {op: name for name, text in texts.items() for op in re.findall(r'library\.define\(\s*f?"(\w+)\(', text)}
+
+    def reached(name: str) -> set[str]:
+        found, left = set(), [name]
+        while left:
+            if (module := left.pop()) in found:
+                continue
+            found.add(module)
+            left += direct[module]
+        return found
+
+    calls = {(name, op) for name, text in texts.items() for op in re.findall(r"\bops\.(?:tilepress\.)?(\w+)\(", text)}
+    calls = {(name, op) for name, op in calls if op in homes}
+    assert len(calls) > 10
+    assert {(name, op) for name, op in calls if homes[op] not in reached(name)} == set()
+
+
 def test_help_is_quick_and_imports_no_torch():
     script = (
         "import sys, tilepress.cli as c; sys.argv[1:] = ['compress', 'prune', '--help']\n"

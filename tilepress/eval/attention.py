@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilepress.eval.kernels import check_card, check_dtypes, copies_of, environment, read_gbps, time_us
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
-from tilepress.kernels import decode_attention, rope_append
+from tilepress.kernels import decode_attention, kv_read, rope_append
 
 ops = torch.ops.tilepress
 _DEVICE = torch.device("cuda", 0)
@@ -130,7 +130,8 @@ def attention(
     check_card()
     for form, dtype in itertools.product(dict.fromkeys(forms.values()), dtypes):
         _check_path(decode_attention.path(_DEVICE, form, dtype))
-    _check_path(rope_append.path(_DEVICE))
+    for path in (rope_append.path(_DEVICE), kv_read.path(_DEVICE)):
+        _check_path(path)
     facts, bandwidth, rows, dense, equal = environment(), read_gbps(), [], {}, {}
     for dtype, (shape, kind, variable) in itertools.product(dtypes, cases(shapes, kinds)):
         if (dtype, shape) not in dense:
