@@ -62,7 +62,9 @@ def test_formats_know_no_transformers_and_only_the_screen_prints():
 
 def test_ops_are_imported_where_they_are_called():
     """A module that calls torch.ops.tilepress.x imports, itself or through others, the one that defines x."""
-    texts = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text() for path in PACKAGE.rglob("*.py")}
+    texts = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text() for path in PACKAGE.rglob("*.py")
+    }
     direct = {}
     for name, text in texts.items():
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]

@@ -154,6 +154,7 @@ def pretended(monkeypatch):
     )
     monkeypatch.setattr(attention.decode_attention, "path", lambda *_: "decode_attention kernel on cuda")
     monkeypatch.setattr(attention.rope_append, "path", lambda *_: "rope_append kernel on cuda")
+    monkeypatch.setattr(attention.kv_read, "path", lambda *_: "kv_read kernel on cuda")
 
 
 def test_rows_by_the_references(pretended):
