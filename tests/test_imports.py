@@ -81,7 +81,7 @@ def test_ops_are_imported_where_they_are_called():
             left += direct[module]
         return found
 
-    calls = {(name, op) for name, text in texts.items() for op in re.findall(r"\bops\.(?:tilepress\.)?(\w+)\(", text)}
+    calls = {(name, op) for name, text in texts.items() for op in re.findall(r"\bops\.(?:tilepress\.)?(\w+)\b", text)}
     calls = {(name, op) for name, op in calls if op in homes}
     assert len(calls) > 10
     assert {(name, op) for name, op in calls if homes[op] not in reached(name)} == set()

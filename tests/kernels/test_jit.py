@@ -174,7 +174,7 @@ def test_threads_launch_at_once():
 
 @pytest.mark.gpu
 def test_a_launch_costs_the_host_less_than_6_us():
-    """Or 2 us more than the driver's own part, on hosts where that alone takes more than 4."""
+    """Or 1.75 times the driver's own part, on slower hosts."""
     kernel, x = jit.Kernel("add", ADD, 64), torch.zeros(64, device="cuda")
     args = (x.data_ptr(), 64, 1)
     kernel(x.device, 1, *args)
@@ -193,7 +193,7 @@ def test_a_launch_costs_the_host_less_than_6_us():
     driver = microseconds(launch.go)
     ours = microseconds(lambda: kernel(x.device, 1, *args))
     print(f"a launch: {ours:.2f} us, of it the driver {driver:.2f} us")
-    assert ours < max(6, driver + 2)
+    assert ours < max(6, 1.75 * driver)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@
 // ticket, so that whoever finds it has the word; the numbers of all launches are counted by one counter, and a launch's ticket is the counter's own number
 // and how often it has counted a launch: no other launch has it, not even a graph's next replay. Nothing needs to be cleared.
 //
+// Blocks count before earlier kernels of the stream have ended: `started` must not be what a kernel writes that may still be running.
+//
 // Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; WARPS 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
 // 32 WARPS threads a multiprocessor.
 

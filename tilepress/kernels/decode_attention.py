@@ -147,7 +147,7 @@ _lock = threading.Lock()
 
 def _counter_of(device: torch.device) -> tuple[int, int] | None:
     """The address of a counter of blocks, for good, and its ticket. Launches of a stream follow one another and share one; graphs run beside streams and
-    each other, so each capture has one of its own, made before: None where there was none."""
+    each other, so each stream of a capture has one of its own, made before: None where there was none."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     capture = jit.capture_number(stream)
     key = device.index, stream, capture
@@ -258,11 +258,12 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     scales = None if out_scale is None else out_scale.reshape(1).float()
     # What a block leaves of a segment that goes on: 16 bytes for two of [most_heads, D] channels, and [most_heads].
     part_bytes, counter = blocks * most_heads * (dim // 2 + 1) * 16, _counter_of(query.device)
-    if counter is not None:
-        parts = torch.empty(part_bytes, dtype=torch.uint8, device=query.device)
-    else:  # every replay clears it: no ticket of another stands there
+    is_cleared = counter is None  # by every replay: no ticket of another stands there
+    if is_cleared:
         parts = torch.zeros(part_bytes + _COUNTER_BYTES, dtype=torch.uint8, device=query.device)
         counter = parts.data_ptr() + part_bytes, secrets.randbits(62)
+    else:
+        parts = torch.empty(part_bytes, dtype=torch.uint8, device=query.device)
     for first in range(0, batch, _MOST):
         count = min(_MOST, batch - first)
         _kernel(chosen)(
@@ -285,6 +286,7 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
             block_table.shape[1] if len(pages) else 0,
             len(pages),
             jit.float_bits(scale),
+            alone=is_cleared and first == 0,  # blocks count before earlier kernels have ended
         )
     return out if lse is None else (out, lse)
 
