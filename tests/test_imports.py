@@ -1,10 +1,10 @@
 """Imports go one way, formats import nothing of ours, and nothing heavy is imported for `--help`."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "tilepress"
@@ -95,7 +95,8 @@ def test_help_is_quick_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-m", "tilepress.cli", "--help"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
+        after = os.times()  # the processor's seconds: a machine may have other work
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(seconds) < 0.5
