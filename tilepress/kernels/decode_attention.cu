@@ -244,7 +244,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     fence_async();
   }
   if (lane < 2) places[2 * warp + lane] = make_int4(-1, -1, -1, -1);
-  if (blockIdx.x == 0 && warp == 0) {                        // what every block looks at first
+  if (blockIdx.x == 0 && warp == 0) {                      // what every block looks at first
     if (32 * lane < batch) prefetch_line(lens + 32 * lane);
     if (32 * lane < table_pages) prefetch_line(table + 32 * lane);
   }
@@ -258,7 +258,7 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   const int number = before % BLOCKS;
   ticket += before / BLOCKS;
 
-  // Units of all sequences before each. Few sequences are added up by each warp for itself: no barrier stands before the first copies.
+  // Units of all sequences before each. Few sequences are added up by each warp for itself, without further barriers.
   const auto clamped = [&](int length) -> int { return min(max(length, 0), table_pages * 64); };
   const auto length_of = [&](int b) -> int { return clamped(lens[b]); };
   const auto units_of = [&](int length) -> int { return (clamped(length) + UNIT - 1) / UNIT; };

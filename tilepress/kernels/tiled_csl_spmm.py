@@ -215,9 +215,8 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
     n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
     y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    cuts = _cuts_of(
-        packed.words, packed.offsets, grid
-    )  # waits for the device once, whether the kernel takes them or equal numbers of tiles
+    # Waits for the device once, also where the kernel takes equal numbers of tiles.
+    cuts = _cuts_of(packed.words, packed.offsets, grid)
     _memory, sums, left, ticket = split_sum.scratch(
         x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns
     )
