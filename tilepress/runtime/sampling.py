@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import UsageError
+from tilepress.kernels import argmax  # noqa: F401 (the op)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ GREEDY = Sampling()
 
 def greedy(logits: Tensor) -> Tensor:
     """logits [rows, vocabulary] -> int64 [rows]."""
-    return logits.argmax(-1)
+    return torch.ops.tilepress.argmax(logits)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:

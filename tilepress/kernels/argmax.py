@@ -1,0 +1,52 @@
+"""The most probable token of each row of logits."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tilepress.kernels import jit, library
+
+library.define("argmax(Tensor x) -> Tensor")
+THREADS = 1024
+
+
+def argmax_ref(x: Tensor) -> Tensor:
+    """x [rows, columns] -> int64 [rows]: where each row has its largest element, the first of equal ones; a NaN counts as the largest."""
+    return x.argmax(-1)
+
+
+def source(dtype: torch.dtype) -> str:
+    return jit.source("argmax.cu", BF16=int(dtype == torch.bfloat16))
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> jit.Kernel:
+    return jit.Kernel("argmax", source(dtype), THREADS, overlaps=True)
+
+
+def why_not(x: Tensor) -> str | None:
+    """Why the reference serves (nothing to say of the CPU), or None where the kernel does."""
+    if (why := jit.why_not(x.device)) is not None:
+        return why
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f" ({x.dtype})"
+    aligned = x.shape[-1] % 8 == 0 == x.stride(0) % 8 and x.stride(1) == 1 and x.data_ptr() % 16 == 0
+    return None if x.numel() and aligned else " (rows are not in pieces of 16 bytes)"
+
+
+def _argmax_cuda(x: Tensor) -> Tensor:
+    if why_not(x) is not None:
+        return argmax_ref(x)
+    out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    _kernel(x.dtype)(x.device, len(x), x.data_ptr(), x.stride(0), x.shape[1], out.data_ptr())
+    return out
+
+
+library.impl("argmax", argmax_ref, "CPU")
+library.impl("argmax", _argmax_cuda, "CUDA")
+
+
+@torch.library.register_fake("tilepress::argmax")
+def _(x):
+    return x.new_empty(len(x), dtype=torch.int64)
