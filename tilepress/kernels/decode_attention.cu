@@ -25,8 +25,6 @@
 #include "kv_units.cuh"
 
 #define CHANNELS (D / 32)                     // of a head that a lane has in the end, neighbours
-#define FEW 4                                 // parts of blocks that are loaded at once: few of many sequences, many of a long one
-#define MANY 16
 #define WORTH_BYTES (80 << 10)                // of pages: what a block reads while another hands over
 
 // Shared memory
@@ -78,14 +76,14 @@ template <int COUNT> struct Shares {
     return share - (begin(share) > unit) + (begin(share + 1) <= unit);
   }
 };
-// Of blocks. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries
+// Of blocks: at least a unit for each warp, since who has less hands over more. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries
 // to cut a segment into so many shares, or so many segments to a share.
 __device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int segments) {
-  if (total < BLOCKS) return {1, 0, 1.f};
-  const int even = (total + BLOCKS - 1) / BLOCKS, count = threadIdx.x % 32 + 1;
+  const int even = max((total + BLOCKS - 1) / BLOCKS, WARPS), count = threadIdx.x % 32 + 1;
   const int whole = units < even ? count * units : (int)((float)units * inverse((float)count) + 0.5f);
   const bool fits = units < even ? whole >= even && whole - units < even : whole >= even && whole * count == units && (count + 1) * even > units;
   const u32 found = __ballot_sync(ALL, fits && units * segments == total && (whole - even) * UNIT_BYTES <= WORTH_BYTES);
+  if (found == 0 && total <= BLOCKS * WARPS) return {WARPS, 0, inverse((float)WARPS)};
   if (found == 0) return {total / BLOCKS, total % BLOCKS, BLOCKS * inverse((float)total)};
   const int share = __shfl_sync(ALL, whole, __ffs(found) - 1);
   return {share, 0, inverse((float)share)};
@@ -458,7 +456,9 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       }
       if (segment.z < block_first) {
         const int from = blocks.of(segment.z), count = number - from;
-        if (count <= FEW) all.add<FEW>(parts + from, count, turn, ticket); else all.add<MANY>(parts + from, count, turn, ticket);
+        if (count <= 4) all.add<4>(parts + from, count, turn, ticket);
+        else if (count <= 8) all.add<8>(parts + from, count, turn, ticket);
+        else all.add<16>(parts + from, count, turn, ticket);
         all.channels.scale(inverse(all.weight));
       }
       output.write(segment.x, segment.y, turn, all.channels, all.most + log2_of(all.weight));
