@@ -6,7 +6,7 @@ from kernel_costs import cost
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from tilepress.kernels import fused_norm, fused_quant, jit
+from tilepress.kernels import fused_norm, jit
 
 ops = torch.ops.tilepress
 COMPILER = pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
@@ -79,7 +79,7 @@ def test_kernels_against_references(n, dtype):
 def test_the_kernel_keeps_rows_in_registers(arch):
     for op, n, vectors in ((1, 4096, True), (2, 8192, True), (4, 8192, True), (5, 14336, True), (3, 1000, False)):
         for is_full in (False, True):
-            chosen = fused_quant.configuration_for(n, is_full)
+            chosen = fused_norm.configuration_of(op, n, is_full)
             source = chosen.source(op, False, vectors, torch.bfloat16, codes=False)
             found = cost(jit.compile_cubin("fused_quant", source, arch)[1])
             assert found["spills"] == 0, (op, n, found)

@@ -56,6 +56,16 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
     return silu(gate.contiguous()) * up  # torch computes rows with gaps between them otherwise on a CPU
 
 
+_THREADS = 128  # of a block that has a piece of a row: so few start beside any other kernel's blocks
+
+
+def configuration_of(op: int, columns: int, is_full: bool) -> Configuration:
+    """For a card that is full of rows, or is not."""
+    if op == fused_quant.SILU_MUL:
+        return Configuration(_THREADS, 1, -(-columns // (8 * _THREADS)))
+    return configuration_for(columns, is_full)
+
+
 @functools.cache
 def _kernel(chosen: Configuration, op: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
     source = chosen.source(op, static=0, vectors=vectors, dtype=dtype, codes=False)
@@ -87,10 +97,10 @@ def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=
         return out, total
     tensors = x, residual, weight, bias, out, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    chosen = configuration_for(n, rows > 2 * jit.multiprocessors(x.device))
+    chosen = configuration_of(op, n, rows > 2 * jit.multiprocessors(x.device))
     _kernel(chosen, op, vectors, x.dtype)(
         x.device,
-        rows,
+        rows * chosen.pieces,
         *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias)),
         *(0, 0, 0),  # scale, its kind, zero point
         *(out.data_ptr(), 0, total.data_ptr()),

@@ -5,8 +5,10 @@
 // of each row, found so from a longer row that this is part of. NaN and infinities give a row the scale NaN or infinity, and so NaN in all that is multiplied
 // with it; with a scale given for all rows NaN becomes the code 0, infinities saturate. Without CODES the row is stored as it is, in 16 bits.
 //
-// Macros: OP, one of those below; CODES 0 | 1; STATIC 0: scales are found | 1: one is given | 2: one of each row is given; THREADS; V times 8 elements a thread; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length,
-// any alignment); BLOCKS of a multiprocessor; BF16.
+// Several blocks share a row of which nothing has to be found: SiLU's products without CODES.
+//
+// Macros: OP, one of those below; CODES 0 | 1; STATIC 0: scales are found | 1: one is given | 2: one of each row is given; THREADS; V times 8 elements a thread; PIECES of a row,
+// a block each; VECTORS 0 | 1: rows are read in 16 bytes, or element by element (any length, any alignment); BLOCKS of a multiprocessor; BF16.
 
 #include "scales.cuh"
 
@@ -30,7 +32,10 @@ struct Affine;
 struct Row {  // a thread's part of a row: V times 8 elements, zeros beyond the row's end
   u32 pairs[V][4];
 
-  static __device__ __forceinline__ int at(int part, int i) { return VECTORS ? (part * THREADS + threadIdx.x) * 8 + i : (part * 8 + i) * THREADS + threadIdx.x; }
+  static __device__ __forceinline__ int at(int part, int i) {
+    if (PIECES > 1) part += blockIdx.x % PIECES * V;
+    return VECTORS ? (part * THREADS + threadIdx.x) * 8 + i : (part * 8 + i) * THREADS + threadIdx.x;
+  }
 
   static __device__ __forceinline__ void load(u32 (&to)[4], const u16* from, int part, int n) {
     if (VECTORS) {
@@ -181,13 +186,13 @@ fused_quant(const u16* x, const u16* residual, const u16* weight, const u16* bia
             float* scales, u16* total, int n, float eps) {
   __shared__ float places[3][32];
 #if __CUDA_ARCH__ >= 900
-  const bool are_few = gridDim.x <= 32;        // most multiprocessors are free: a product behind this can load its weights there
+  const bool are_few = gridDim.x <= 32 * PIECES;          // rows: a product behind this can load its weights, on multiprocessors that are free or have room
   if (are_few) launch_dependents();
   if (are_few && (IS_RMS || IS_LAYER))
     for (int i = threadIdx.x * 64; i < n; i += THREADS * 64) prefetch_line(weight + i);
   wait_for_grid();
 #endif
-  const u64 mine = (u64)blockIdx.x * n;
+  const u64 mine = (u64)(blockIdx.x / PIECES) * n;
   Row row, other;                             // other: residual, or `up`
   row.load(x + mine * (OP == SILU_MUL ? 2 : 1), n);
   if (ADDS) other.load(residual + mine, n);

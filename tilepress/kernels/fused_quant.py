@@ -141,13 +141,19 @@ class Configuration:
 
     threads: int
     parts: int  # times 8 elements a thread
+    pieces: int = 1  # of a row, a block each
 
     def source(self, op: int, static: int, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
         blocks = max(
             1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
         )  # of a multiprocessor, by their registers
         macros = {"OP": op, "CODES": int(codes), "STATIC": int(static), "THREADS": self.threads, "V": self.parts}
-        macros |= {"VECTORS": int(vectors), "BLOCKS": blocks, "BF16": int(dtype == torch.bfloat16)}
+        macros |= {
+            "PIECES": self.pieces,
+            "VECTORS": int(vectors),
+            "BLOCKS": blocks,
+            "BF16": int(dtype == torch.bfloat16),
+        }
         return jit.source("fused_quant.cu", **macros)
 
 
