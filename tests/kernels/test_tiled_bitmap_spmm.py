@@ -188,6 +188,19 @@ def test_blocks_fit_a_multiprocessor():
             assert 1 <= blocks <= chosen.most_blocks and blocks * used <= SHARED_BYTES + 1024 and slots >= 2
 
 
+@pytest.mark.parametrize("blocks", [1, 6, 7, 8, 132, 600])
+def test_what_the_kernel_knows_of_its_runs(blocks):
+    """The first `blocks` + 1 numbers are where runs begin; then, from 16 bytes on, four of each run."""
+    args, _ = arguments(1000, 700, (1,), 0.8)
+    ends = args[2].tolist()
+    runs = tiled_bitmap_spmm.runs_of(args[2], blocks)
+    begins, each = runs[: blocks + 1].tolist(), runs[-(-(blocks + 1) // 4) * 4 :].view(blocks, 4).tolist()
+    assert runs.dtype == torch.int32 and begins[0] == 0 and begins[-1] == len(ends) - 1
+    for run, (begin, end) in zip(each, itertools.pairwise(begins), strict=True):
+        assert run[:2] == [begin, end]
+        assert begin == end or run[2:] == ends[end - 1 : end + 1]
+
+
 @pytest.mark.parametrize("n,columns,walks", [(3, 8, 1), (16, 16, 1), (64, 64, 1), (100, 128, 1), (1500, 128, 12)])
 def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
     """Without a card: sizes and addresses of one launch."""
@@ -210,8 +223,8 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
     largest = max(b - a for a, b in itertools.pairwise(offsets.tolist())) * 16
     assert largest <= tile_bytes < largest + 128 and tile_bytes % 128 == 0
     assert slots * chosen.slot_bytes(tile_bytes) + 4 * (grid + 1) <= shared <= SHARED_BYTES
-    cuts = facts.cuts[grid].data_ptr() if walks == 1 and chosen.pairs == 1 else 0
-    assert addresses[:3] == [words.data_ptr(), offsets.data_ptr(), cuts]
+    runs = facts.runs[grid].data_ptr() if walks == 1 and chosen.pairs == 1 else 0
+    assert addresses[:3] == [words.data_ptr(), offsets.data_ptr(), runs]
     assert addresses[3:7] == [(x.data_ptr(), (n, 1008), columns, 64), scale.data_ptr(), bias.data_ptr(), y.data_ptr()]
     sums, left, ticket = addresses[7:]
     assert sums - left >= 8 * grid * 2 * chosen.pairs and sums % 16 == left % 8 == 0 < ticket
@@ -262,7 +275,7 @@ def test_few_blocks_use_their_slots_again_and_again(monkeypatch, grid, columns, 
             monkeypatch.setattr(tiled_bitmap_spmm, "_planned", planned)
             facts = tiled_bitmap_spmm._facts(args[2], 132)
             size = max(walks, grid // walks * walks)
-            facts.cuts[size] = packed_ops.cuts_of(args[2], 0, size)[:, 0].contiguous()
+            facts.runs[size] = tiled_bitmap_spmm.runs_of(args[2], size, tile_cost=0)
             monkeypatch.setattr(tiled_bitmap_spmm, "_facts_of", lambda *a, facts=facts: facts)
             found = ops.tiled_bitmap_spmm(*args)
             assert_right(found, args, weight)

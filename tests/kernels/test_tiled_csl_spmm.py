@@ -126,6 +126,19 @@ def test_cuts_are_equal_shares_in_order():
     assert cuts[-1] == 80 and max(b - a for a, b in itertools.pairwise(cuts)) <= 6  # empty tiles take time too
 
 
+def test_no_run_is_empty_but_the_last_ones_of_few_tiles():
+    """A block waits for every one before it in its row block."""
+    generator = torch.Generator().manual_seed(0)
+    for tiles, parts in ((80, 16), (17, 16), (16, 16), (5, 16), (300, 132), (1, 3), (3, 1)):
+        sizes = torch.randint(0, 9, (tiles,), generator=generator) ** 4  # most of all in a few tiles
+        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+        cuts = packed_ops.cuts_of(offsets, 1, parts)
+        starts = cuts[:, 0].tolist()
+        assert starts[0] == 0 and starts[-1] == tiles and torch.equal(cuts[:, 1], offsets[cuts[:, 0]])
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
+        assert all(lengths[: min(tiles, parts)]) and not any(lengths[tiles:]), (tiles, parts, starts)
+
+
 def test_x_as_the_kernels_need_it():
     wide = torch.randn(6, 1040, dtype=torch.float16)
     for x in (

@@ -63,11 +63,13 @@ class PerWeight(Generic[Made]):
 
 def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:
     """Where the runs of tiles begin that `parts` blocks take, equal in bytes and `tile_cost` a tile, in 16 bytes: int32 [parts + 1, 2], tiles and their
-    offsets, from offsets int32 [tiles + 1], on their device."""
+    offsets, from offsets int32 [tiles + 1], on their device. No run is empty; where tiles are too few, the last ones are."""
+    count, number = len(offsets) - 1, torch.arange(parts + 1, device=offsets.device)
     ends = torch.cumsum((offsets[1:] - offsets[:-1] + tile_cost).long(), 0)
-    inner = torch.searchsorted(ends, ends[-1] * torch.arange(1, parts, device=ends.device) // parts) + 1
-    tiles = torch.nn.functional.pad(inner.clamp(max=len(ends)), (1, 0))
-    tiles = torch.cat([tiles, tiles.new_tensor([len(ends)])])
+    inner = torch.searchsorted(ends, ends[-1] * number[1:-1] // parts) + 1
+    beyond = torch.nn.functional.pad(inner, (1, 1)) - number  # how many more tiles than blocks come before
+    beyond[-1] = count - parts
+    tiles = (beyond.cummax(0).values.clamp(0, max(count - parts, 0)) + number).clamp(max=count)
     return torch.stack([tiles, offsets[tiles]], 1).int()
 
 

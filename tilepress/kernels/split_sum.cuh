@@ -21,24 +21,26 @@ struct Parts {
   }
 
   // Adds what the blocks before `block` have left of the row block whose first tile is `start`, as soon as they say so. Block b's run is
-  // cut(b) .. cut(b + 1); `barrier` is a named barrier for the 128 threads.
+  // cut(b) .. cut(b + 1), and none of them is empty; `barrier` is a named barrier for the 128 threads.
   template <int COUNT, class F> __device__ __forceinline__ void add(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
-    const auto left_some = [&](int b) { return b < block && cut(b) < cut(b + 1); };
     int first = block;
-    while (cut(first) > start) --first;
-    for (int b = first + threadIdx.x % 128; b < block; b += 128)
-      if (left_some(b)) {
-        while (load_acquire(left + number(b)) != ticket) {}
-        left[number(b)] = 0;                               // a graph launches with the same ticket again
-      }
+    while (true) {                                         // a lane looks at one of 32 blocks
+      const u32 begins = __ballot_sync(~0u, cut(max(first - (int)threadIdx.x % 32, 0)) <= start);
+      if (begins) { first -= __ffs(begins) - 1; break; }
+      first -= 32;
+    }
+    for (int b = first + threadIdx.x % 128; b < block; b += 128) {
+      while (load_acquire(left + number(b)) != ticket) {}
+      left[number(b)] = 0;                                 // a graph launches with the same ticket again
+    }
     bar_sync(barrier, 128);
     constexpr int BATCH = COUNT <= 8 ? 4 : COUNT <= 16 ? 2 : 1;    // parts on their way at once
-    for (int b = first; b < block; b += BATCH) {
+    for (; first < block; first += BATCH) {
       float4 part[BATCH][COUNT / 4];
 #pragma unroll
       for (int j = 0; j < BATCH; ++j)
 #pragma unroll
-        for (int i = 0; i < COUNT / 4; ++i) part[j][i] = left_some(b + j) ? __ldcg(at<COUNT>(b + j) + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < COUNT / 4; ++i) part[j][i] = first + j < block ? __ldcg(at<COUNT>(first + j) + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int j = 0; j < BATCH; ++j)
 #pragma unroll

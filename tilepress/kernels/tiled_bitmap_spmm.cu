@@ -43,6 +43,8 @@ struct Size {  // of W
   }
 };
 
+struct Share { int begin, end, first, last; };  // a block's: units; for one row block, where its last unit's words begin and end
+
 struct Extent {  // of a tile among the words
   int first = 0, count = 0;
 
@@ -53,12 +55,13 @@ struct Extent {  // of a tile among the words
 };
 
 // Words of as many units as there are slots are asked for before earlier kernels have ended, x of them then, all others as slots become empty.
-__device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, int begin, int end, const Size& w,
-                                     bool again) {
+__device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, const Share& run, const Size& w, bool again) {
+  const int begin = run.begin, end = run.end;
   Position at;
   Extent now[PAIRS], later[PAIRS];
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p) now[p].look_up(offsets, w.tile(end - 1, p));
+  for (int p = 0; p < PAIRS; ++p)
+    if (run.last < 0) now[p].look_up(offsets, w.tile(end - 1, p)); else now[p] = {run.first, run.last - run.first};
   const auto copy_words = [&](int unit) {
     const u32 full = slots.full + 8 * at.slot;
     u32 bytes = X_BYTES;
@@ -162,22 +165,26 @@ tiled_bitmap_spmm(const uint4* words, const int* offsets, const int* all_cuts, c
   slots.count = slot_count; slots.tile_bytes = tile_bytes;
   slots.x = base; slots.tiles = base + slot_count * X_BYTES;
   slots.full = slots.tiles + slot_count * PAIRS * tile_bytes; slots.empty = slots.full + 8 * slot_count;
-  int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
-  for (int i = threadIdx.x; i <= gridDim.x; i += WARPS * 32)
-    cuts[i] = i / blocks * units + (all_cuts ? __ldg(all_cuts + i % blocks) : i % blocks * (units / blocks) + min(i % blocks, units % blocks));
+  const auto equal = [=](int i) -> int { return i / blocks * units + i % blocks * (units / blocks) + min(i % blocks, units % blocks); };
   launch_dependents();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < slot_count; ++i) { bar_init(slots.full + 8 * i, 1); bar_init(slots.empty + 8 * i, CONSUMERS); }
-    fence_bar_init();
-  }
-  __syncthreads();
   if (warp < CONSUMERS) {
+    int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
+    for (int i = threadIdx.x; i <= gridDim.x; i += CONSUMERS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : equal(i);
+    bar_sync(0, WARPS * 32);
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid();
     const Parts parts = {sums, left, ticket, CONSUMERS / 4, warp / 4};
     consume(slots, parts, number, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
   } else {
+    Share run;                                             // its words are asked for as soon as it is there: nobody else is waited for
+    if (threadIdx.x == 32 * CONSUMERS) {
+      if (all_cuts) *(int4*)&run = __ldg((const int4*)(all_cuts + (gridDim.x + 4) / 4 * 4) + number); else run = {equal(number), equal(number + 1), 0, -1};
+      for (int i = 0; i < slot_count; ++i) { bar_init(slots.full + 8 * i, 1); bar_init(slots.empty + 8 * i, CONSUMERS); }
+      fence_bar_init();
+    }
+    __syncwarp();
+    bar_arrive(0, WARPS * 32);
     give_registers<LOADER_REGISTERS>();
-    if (threadIdx.x == 32 * CONSUMERS && cuts[number + 1] > cuts[number]) load(words, offsets, &x, slots, cuts[number], cuts[number + 1], w, walks > 1);
+    if (threadIdx.x == 32 * CONSUMERS && run.end > run.begin) load(words, offsets, &x, slots, run, w, walks > 1);
   }
 }

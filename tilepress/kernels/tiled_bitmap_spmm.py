@@ -28,7 +28,7 @@ MOST_ROWS = {
     2: 2048,
 }  # of x, that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for blocks of which each costs 1 KiB more
-_MOST_SLOTS, _MOST_BLOCKS = 12, 4
+_MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
@@ -69,21 +69,19 @@ class Configuration:
     @property
     def most_blocks(self) -> int:
         """Of a multiprocessor."""
-        if self.columns <= 16:
-            return 4 if self._single else 3
-        return {32: 3, 64: 2, 128: 1}[self.columns]
+        return {8: 3, 16: 3, 32: 2, 64: 2, 128: 1}[self.columns]
+
+    @property
+    def fewest_slots(self) -> int:
+        """Of one block of several. Fewer blocks, and registers that they leave to the next kernel, are worth more to a model than to a product alone."""
+        return 4 if self.columns <= 16 else 2
 
     @property
     def part(self) -> int:
         """Steps of a tile that are read while as many are multiplied: as registers allow."""
         if self.columns <= 16:
-            return 2 if self._single else 4
+            return 4
         return 1 if self.pairs == 2 and self.group * self.value_dtype.itemsize == 4 else 2
-
-    @property
-    def _single(self) -> bool:
-        """Whether a read brings one 16-bit value: then more of W's bytes have to be on their way at once."""
-        return self.group == 1 and self.value_dtype != torch.int8
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -125,16 +123,23 @@ class _Facts(NamedTuple):
     """Of a weight."""
 
     tile_bytes: int  # of its largest tile, in whole lines
-    cuts: dict[int, Tensor]  # where the runs of so many blocks begin
+    runs: dict[int, Tensor]  # of so many blocks
 
 
 def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
     here = offsets.cpu()
     largest = -(-int((here[1:] - here[:-1]).max()) // 8) * 128
     grids = [multiprocessors * count for count in range(1, _MOST_BLOCKS + 1)]
-    return _Facts(
-        largest, {grid: cuts_of(here, _TILE_COST, grid)[:, 0].contiguous().to(offsets.device) for grid in grids}
-    )
+    return _Facts(largest, {grid: runs_of(here, grid).to(offsets.device) for grid in grids})
+
+
+def runs_of(offsets: Tensor, blocks: int, tile_cost: int = _TILE_COST) -> Tensor:
+    """What the kernel reads of so many blocks' runs, int32: the tile that each one's begins with, and the end; from the next multiple of 4 on, four numbers of
+    each: its first tile, its end, where the words of its last tile begin and end."""
+    begins = cuts_of(offsets, tile_cost, blocks)[:, 0]
+    first, end = begins[:-1], begins[1:]
+    each = torch.stack([first, end, offsets[(end - 1).clamp(min=0)], offsets[end]], 1).int()
+    return torch.cat([begins, begins.new_zeros(-(blocks + 1) % 4), each.flatten()])
 
 
 _facts_of = PerWeight(_facts)
@@ -146,11 +151,11 @@ def _room(blocks: int) -> int:
 
 
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
-    """Blocks of a multiprocessor, and slots of each: as many blocks as have two slots and a few tiles each."""
+    """Blocks of a multiprocessor, and slots of each: as many blocks as have a few slots and tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
         room = _room(blocks) - 4 * (max(multiprocessors * blocks, _MOST_WALKS) + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
-        if blocks == 1 or (slots >= 2 and tiles >= _FEWEST_TILES * blocks * multiprocessors):
+        if blocks == 1 or (slots >= chosen.fewest_slots and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
     return blocks, slots
 
@@ -228,7 +233,7 @@ def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
         plan.grid,
         packed.words.data_ptr(),
         packed.offsets.data_ptr(),
-        facts.cuts[plan.grid].data_ptr() if plan.walks == pairs == 1 else 0,  # 0: equal numbers of units
+        facts.runs[plan.grid].data_ptr() if plan.walks == pairs == 1 else 0,  # 0: equal numbers of units
         jit.tensor_map(x, columns, 64),
         0 if packed.scale is None else packed.scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),
