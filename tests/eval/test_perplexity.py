@@ -280,28 +280,31 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True], ids=["", "kv4"])
+@pytest.mark.parametrize("bits", [None, 8, 4], ids=["", "kv8", "kv4"])
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
-def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, packed, monkeypatch):
-    """To 0.1 %, on the card by kernels alone; with a packed cache to 0.2 %, through its pages, half of a window at once and then token by token.
+def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, bits, monkeypatch):
+    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token.
 
-    Over 25,000 tokens: codes flip with the last bit of an activation, and 1,500 tokens differ by 0.2 % between two orders of summation on one device.
-    Those of 4 bits weigh more."""
+    Codes flip with the last bit of an activation: where a tenth of all projections' outputs differ in theirs, on one CPU, these 25,000 tokens differ by
+    0.1 to 0.2 % with 4 bits, 0.02 to 0.04 % with 8. So windows are compared, and their mean may be three standard errors off, which are small themselves."""
     path = tiny
     if kind == "int8":
         quantize(tiny, path := tmp_path / "made")
     elif kind != "dense":
         prune(tiny, path := tmp_path / "made", 0.5, kind)
-    if packed:
+    if bits:
         source, path = path, tmp_path / "packed"
-        run_recipe(KVRecipe(few_words(16, 256)), source, path)
-    protocol, mode = Protocol(str(text), seqlen=256, limit=100), "decode" if packed else "off"
+        run_recipe(KVRecipe(few_words(16, 256), bits=bits), source, path)
+    protocol, mode = Protocol(str(text), seqlen=256, limit=100), "decode" if bits else "off"
     expected = perplexity(tilepress.load(path), tokenizer, protocol, kv=mode)
     refuse_all(monkeypatch)
     on_card = tilepress.load(path, device="cuda")
     found = perplexity(on_card, tokenizer, protocol, kv=mode)
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=2e-3 if packed else 1e-3)
-    assert not [path for path in paths(on_card, "cache" if packed else mode) if "reference" in path]
+    differences = np.array(found["window_nll"]) - np.array(expected["window_nll"])
+    error = differences.std(ddof=1) / math.sqrt(len(differences))
+    assert error < 2e-3
+    assert abs(differences.mean()) < max(1e-3, 3 * error if bits else 0), (found["perplexity"], expected["perplexity"])
+    assert not [path for path in paths(on_card, "cache" if bits else mode) if "reference" in path]
 
 
 @pytest.mark.gpu
