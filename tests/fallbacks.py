@@ -1,6 +1,7 @@
 """What ops call on a card where no kernel serves: made to raise, it tells that only kernels ran."""
 
 from tilepress.kernels import (
+    argmax,
     decode_attention,
     fused_norm,
     fused_quant,
@@ -16,6 +17,7 @@ from tilepress.kernels import (
 )
 
 FALLBACKS = {
+    argmax: ["argmax_ref"],
     tiled_csl_decode: ["tiled_csl_decode_ref"],
     tiled_bitmap_decode: ["tiled_bitmap_decode_ref"],
     tiled_csl_spmm: ["tiled_csl_spmm_ref"],
