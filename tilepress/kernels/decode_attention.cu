@@ -76,8 +76,8 @@ template <int COUNT> struct Shares {
     return share - (begin(share) > unit) + (begin(share + 1) <= unit);
   }
 };
-// Of blocks: at least a unit for each warp, since who has less hands over more. Where segments are equally long, of `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries
-// to cut a segment into so many shares, or so many segments to a share.
+// Of blocks: at least a unit for each warp, since who has less hands over more. Where segments are equally long, of `units`, shares may be a little longer to
+// begin and end with segments: then less is handed over. A lane tries to cut a segment into so many shares, or so many segments to a share.
 __device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int segments) {
   const int even = max((total + BLOCKS - 1) / BLOCKS, WARPS), count = threadIdx.x % 32 + 1;
   const int whole = units < even ? count * units : (int)((float)units * inverse((float)count) + 0.5f);
