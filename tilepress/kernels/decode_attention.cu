@@ -19,7 +19,7 @@
 //
 // Blocks count before earlier kernels of the stream have ended: `started` must not be what a kernel writes that may still be running.
 //
-// Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; WARPS 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
+// Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; PASSES over a KV head's query heads, HEADS each; WARPS 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
 // 32 WARPS threads a multiprocessor.
 
 #include "kv_units.cuh"
@@ -157,10 +157,10 @@ struct Sum {                                  // of parts of a head; at first, o
 struct Output {
   const u16* query; void* out; float* lse;
   const float *key_channels, *value_channels; const u16 *key_fixed, *value_fixed; const float* out_scale;
-  int kv_heads, group, passes; float scale;
+  int kv_heads, group; float scale;
 
-  __device__ int kv_head(int head) const { return passes == 1 ? head : head / passes; }
-  __device__ int first_of(int head) const { return passes == 1 ? 0 : head % passes * HEADS; }
+  __device__ int kv_head(int head) const { return head / PASSES; }
+  __device__ int first_of(int head) const { return head % PASSES * HEADS; }
   __device__ int heads_of(int head) const { return min(HEADS, group - first_of(head)); }
   // The number of a query head among all of all sequences.
   __device__ u64 row(int sequence, int head, int i) const { return (u64)sequence * kv_heads * group + kv_head(head) * group + first_of(head) + i; }
@@ -221,7 +221,7 @@ struct Output {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, Part* parts, u64* started, u64 ticket, const float* key_channels,
-                 const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group, int passes,
+                 const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group,
                  int table_stride, int table_pages, int num_pages, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -232,8 +232,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   const auto channels_of = [&](int piece, int head) -> Channels {
     return *(const Channels*)(pieces + piece * PIECE + head / 2 * PAIR + head % 2 * D + lane * CHANNELS);
   };
-  const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, passes, scale};
-  const int heads = kv_heads * passes;
+  const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, scale};
+  const int heads = kv_heads * PASSES;
   u64 before;
   if (threadIdx.x == 0) before = count_one(started);
   if (lane == 0) {
@@ -279,12 +279,13 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     int* const sums = (int*)(memory + SUMS_AT);
     const int each = (batch + WARPS * 32 - 1) / (WARPS * 32), from = min((int)threadIdx.x * each, batch), to = min(from + each, batch);
     int sum = 0;
+#pragma unroll 1                              // one or two
     for (int b = from; b < to; ++b) sum += units_of(lens[b]);
     const int v = scan(sum);
     if (lane == 31) sums[warp] = v;
     __syncthreads();
-    int units = v - sum;
-    for (int i = 0; i < warp; ++i) units += sums[i];
+    int units = v - sum + __reduce_add_sync(ALL, lane < warp ? sums[lane] : 0);
+#pragma unroll 1
     for (int b = from; b < to; ++b) { prefix[b] = units; units += units_of(lens[b]); }
     if (to == batch && from < batch) prefix[batch] = units;
     __syncthreads();
@@ -456,7 +457,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
       }
       if (segment.z < block_first) {
         const int from = blocks.of(segment.z), count = number - from;
-        if (count <= 4) all.add<4>(parts + from, count, turn, ticket);
+        if (count == 1) all.add<1>(parts + from, count, turn, ticket);
+        else if (count <= 4) all.add<4>(parts + from, count, turn, ticket);
         else if (count <= 8) all.add<8>(parts + from, count, turn, ticket);
         else all.add<16>(parts + from, count, turn, ticket);
         all.channels.scale(inverse(all.weight));

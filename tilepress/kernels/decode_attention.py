@@ -121,6 +121,7 @@ class Configuration:
     form: KVFormat
     dtype: torch.dtype  # of queries
     tiles: int  # of 8 query heads that share a load of the pages
+    passes: int = 1  # over a KV head's query heads
     rotate: bool = False
     lse: bool = False
     int8: bool = False  # output
@@ -170,7 +171,13 @@ def source(chosen: Configuration) -> str:
         "STATIC": int(form.static and form.bits < 16),
     }
     macros |= {"TILES": chosen.tiles, "BF16": int(chosen.dtype == torch.bfloat16), "OUT8": int(chosen.int8)}
-    macros |= {"LSE": int(chosen.lse), "ROTATE": int(chosen.rotate), "WARPS": chosen.warps, "STAGES": _STAGES}
+    macros |= {
+        "LSE": int(chosen.lse),
+        "PASSES": chosen.passes,
+        "ROTATE": int(chosen.rotate),
+        "WARPS": chosen.warps,
+        "STAGES": _STAGES,
+    }
     return jit.source(
         "decode_attention.cu",
         **macros,
@@ -250,9 +257,9 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     )
     group = heads // kv_heads
     blocks, tiles = jit.multiprocessors(query.device), 1 if group <= 8 else 2
-    most_heads = 8 * tiles
-    tokens = min(batch, _MOST) * kv_heads * -(-group // most_heads) * block_table.shape[1] * PAGE_TOKENS // blocks
-    kind = query.dtype, tiles, cache.rotate, lse is not None, out_scale is not None
+    most_heads, passes = 8 * tiles, -(-group // (8 * tiles))
+    tokens = min(batch, _MOST) * kv_heads * passes * block_table.shape[1] * PAGE_TOKENS // blocks
+    kind = query.dtype, tiles, passes, cache.rotate, lse is not None, out_scale is not None
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
     _load(chosen, query.device)
     scales = None if out_scale is None else out_scale.reshape(1).float()
@@ -281,7 +288,6 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
             count,
             kv_heads,
             group,
-            -(-group // most_heads),
             block_table.stride(0),
             block_table.shape[1] if len(pages) else 0,
             len(pages),
