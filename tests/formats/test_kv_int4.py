@@ -1,5 +1,6 @@
 """Rows and pages of the attention cache: golden bytes, a reader written from docs/format.md, arithmetic against numpy in float64."""
 
+import itertools
 import struct
 
 import numpy as np
@@ -12,7 +13,6 @@ from tilepress.formats.kv_int4 import (
     KVFormat,
     dequantize_rows,
     fake_quantize,
-    fold,
     from_channels,
     from_serialized,
     hadamard,
@@ -241,28 +241,48 @@ def test_rows_by_their_extremes_against_numpy(form):
 
 
 @pytest.mark.parametrize("form", [KVFormat(128), KVFormat(64, 4, 32)], ids=str)
-def test_refits_are_least_squares_and_lower_the_weighted_error(form):
+def test_a_refit_goes_twice_as_far_as_least_squares_and_lowers_the_weighted_error(form):
     generator = torch.Generator().manual_seed(1)
     y, weight = (
         torch.randn(200, 1, form.head_dim, generator=generator),
         torch.rand(1, form.head_dim, generator=generator) + 0.1,
     )
 
-    def errors(refits):
+    def errors(refits, weight=weight):
         codes, scales = quantize_rows(y, form, weight, clip=0.95, refits=refits)
         return ((dequantize_rows(codes, scales) - y).square() * weight).sum(-1), codes, scales
 
-    before, codes, _ = errors(0)
+    before, _, _ = errors(0)
     after, _, scales = errors(1)
     assert float(after.sum()) < 0.97 * float(before.sum()) and float(errors(2)[0].sum()) < float(after.sum())
-    for row in range(3):  # the refit scales are numpy's weighted least squares to the first codes
-        for group in range(form.groups):
-            part = slice(group * form.head_dim // form.groups, (group + 1) * form.head_dim // form.groups)
-            c, w = codes[row, 0, part].double().numpy(), weight[0, part].double().numpy() ** 0.5
-            found = np.linalg.lstsq(
-                np.stack([c, np.ones_like(c)], 1) * w[:, None], y[row, 0, part].double().numpy() * w, rcond=None
-            )[0]
-            assert np.allclose(scales[row, 0, group].double().numpy(), found, rtol=2e-3, atol=2e-3)
+    for scaled in (weight * 1e-20, weight * 3e20):  # only their ratios matter
+        assert (errors(1, scaled)[2] - scales).abs().max() < 0.02
+    for row, group in itertools.product(range(3), range(form.groups)):
+        part = slice(group * form.head_dim // form.groups, (group + 1) * form.head_dim // form.groups)
+        x, w = y[row, 0, part].double().numpy(), weight[0, part].double().numpy() ** 0.5
+        step = 0.95 * (x.max() - x.min()) / 15
+        start = np.array([step, (x.max() + x.min()) / 2 - 7.5 * step])
+        c = np.clip(np.floor(np.round((x - start[1]) / step * 64) / 64 + 0.5), 0, 15)  # errors count in 64ths
+        fitted = np.linalg.lstsq(np.stack([c, np.ones_like(c)], 1) * w[:, None], x * w, rcond=None)[0]
+        assert np.allclose(scales[row, 0, group].double().numpy(), start + 2 * (fitted - start), rtol=2e-3, atol=2e-3)
+
+
+def test_one_refit_is_as_good_as_two_by_plain_least_squares():
+    """Squared errors of normal, Laplace and uniform rows, by extremes and drawn together."""
+    torch.manual_seed(0)
+    for form, clip in itertools.product((KVFormat(64), KVFormat(128)), (1.0, 0.95)):
+        size = 2000, 1, form.head_dim
+        for y in (torch.randn(size), torch.distributions.Laplace(0.0, 1.0).sample(size), torch.rand(size)):
+            low, high = y.amin(-1, keepdim=True).double(), y.amax(-1, keepdim=True).double()
+            s, z = (high - low) * clip / 15, (high + low) / 2 - (high - low) / 2 * clip
+            for _ in range(2):
+                c = ((y - z) / s).round().clamp(0, 15)
+                off = c - c.mean(-1, keepdim=True)
+                s = (off * y).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True)
+                z = y.mean(-1, keepdim=True) - s * c.mean(-1, keepdim=True)
+            plain = (((y - z) / s).round().clamp(0, 15) * s + z - y).square().sum()
+            ours = (fake_quantize(y, form, None, None, clip, False, 1) - y).square().sum()
+            assert float(ours) < 1.02 * float(plain)
 
 
 def test_rows_without_spread_and_beyond_float16():
@@ -270,6 +290,12 @@ def test_rows_without_spread_and_beyond_float16():
     for x in (torch.zeros(1, 1, 32), torch.full((1, 1, 32), 3.0), torch.full((1, 1, 32), -1e-7)):
         back = fake_quantize(x, form, None, None, 1.0, False, 2)
         torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-6)
+    one = torch.ones(1, 1, 32).index_fill_(
+        2, torch.tensor(3), -2.0
+    )  # two numbers, which are exact; a weight of nearly nothing, and of nothing
+    for weight in (None, torch.full((1, 32), 1e-38), torch.zeros(1, 32)):
+        codes, scales = quantize_rows(one, form, weight, refits=2)
+        torch.testing.assert_close(dequantize_rows(codes, scales), one, rtol=1e-3, atol=1e-3)
     wide = torch.linspace(-1e6, 1e6, 32).view(1, 1, 32)
     assert bool(torch.isfinite(fake_quantize(wide, form, None, None, 1.0, False, 2)).all())
     channels = torch.stack([torch.zeros(1, 32), torch.full((1, 32), 1e5), torch.ones(1, 32)])
@@ -290,7 +316,6 @@ def test_channels_and_rotation_are_undone():
             *[torch.tensor(scipy_hadamard(size), dtype=torch.float64) / size**0.5] * (dim // size)
         )
         torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.T, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(fold(x)[..., 0].double(), x.double().sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_static_codes_saturate():
@@ -305,6 +330,7 @@ def test_static_codes_saturate():
     [
         ((100,), "no multiple of 32"),
         ((16,), "no multiple of 32"),
+        ((1056,), "no multiple of 32 up to 1024"),
         ((128, 5), "--bits 5"),
         ((128, 4, 48), "groups of 48"),
         ((96, 4, 64), "groups of 64"),

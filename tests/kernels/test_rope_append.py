@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tilepress.formats.kv_int4 import KVFormat, hadamard
 from tilepress.kernels import jit, rope_append
+from tilepress.kernels.kv_cache import Steps
 
 ops = torch.ops.tilepress
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -364,9 +365,11 @@ def test_the_kernel_keeps_rows_in_registers(arch):
         (KVFormat(64, 8, 0, True), torch.bfloat16, 16, False, True),
         (KVFormat(96, 16), torch.float32, 80, False, False),
     ):
-        source = rope_append.source(form, dtype, 32, 8, rotary, interleaved, wide)
-        found = cost(jit.compile_cubin("rope_append", source, arch)[1])
-        assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
+        for every in (False, True):
+            steps = Steps(every, every, form.refits)
+            source = rope_append.source(form, dtype, steps, 32, 8, rotary, interleaved, wide, every, every, every)
+            found = cost(jit.compile_cubin("rope_append", source, arch)[1])
+            assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
 
 
 def test_paths_say_what_serves():

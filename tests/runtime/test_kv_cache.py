@@ -107,7 +107,7 @@ def test_windows_decoded_together_are_those_decoded_alone(model, tokenizer, monk
     together = perplexity(model, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode")
     monkeypatch.setattr(eval_perplexity, "_MOST_DECODED", 1)
     alone = perplexity(model, tokenizer, protocol, kv="decode")
-    assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3)
+    assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3, abs=3e-3)  # a value may tip
     assert len(asked) == 3 < len(together["window_nll"])  # all long ones, the short one, the end
 
 

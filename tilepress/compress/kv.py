@@ -12,7 +12,7 @@ import torch
 
 from tilepress.compress.attention import QUERIES, AttentionShape, Watch, attention_shape, rotary_dim
 from tilepress.compress.calibration import Text, check_vocabulary, check_window, load_tokenizer
-from tilepress.compress.kv_search import choose, refits_of
+from tilepress.compress.kv_search import choose
 from tilepress.compress.layerwise import LayerByLayer
 from tilepress.compress.layouts import DenseLayout, Layout
 from tilepress.compress.plan import Plan, Progress, Recipe
@@ -166,7 +166,7 @@ def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) 
         "warnings": warnings,
         "report": report,
     }
-    calibration = KVCalibration(form, shape.kv_heads, tuple(layers), rotates, refits_of(form), facts)
+    calibration = KVCalibration(form, shape.kv_heads, tuple(layers), rotates, form.refits, facts)
     (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(calibration, hashed).items():
         write_atomic(plan.work / name, content, plan.work)

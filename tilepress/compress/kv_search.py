@@ -25,11 +25,6 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
 
 
-def refits_of(form: KVFormat) -> int:
-    """How often scales are refitted to the codes that they gave."""
-    return 2 if form.bits == 4 and not form.static else 0
-
-
 def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
     """Keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
     exact = [attend(sample, seen.scaling) for sample in seen.samples]
@@ -69,7 +64,7 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
 
 def _back(x: Tensor, form: KVFormat, side: Side, rotate: bool) -> Tensor:
     """x [heads, tokens, D] float32 as it comes back from the cache."""
-    return fake_quantize(x.transpose(0, 1), form, *side, rotate, refits_of(form)).transpose(0, 1)
+    return fake_quantize(x.transpose(0, 1), form, *side, rotate, form.refits).transpose(0, 1)
 
 
 def attend(sample: Sample, scaling: float) -> Tensor:

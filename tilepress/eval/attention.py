@@ -206,10 +206,6 @@ def _fixed(form: KVFormat, heads: int) -> Tensor | None:
     return pair.expand(heads, form.groups, 2).contiguous() if form.static else None
 
 
-def _refits(form: KVFormat) -> int:
-    return 2 if form.bits == 4 and not form.static else 0
-
-
 def _table(lens: Tensor) -> Tensor:
     """A block table of sequences of `lens` tokens: their pages in a random order, and no page's number behind a sequence's last one."""
     device, counts = lens.device, -(-lens.long() // PAGE_TOKENS)
@@ -228,7 +224,7 @@ def _filled(form: KVFormat, lens: Tensor, table: Tensor, heads: int, fixed: Tens
     for part in slots.split(max(1, _APPENDED // heads)):
         key, value = torch.randn(2, len(part), heads, form.head_dim, device=device, dtype=torch.bfloat16)
         sides = (None, fixed, 1.0) * 2
-        ops.kv_append(pages, key, value, part, *sides, form.bits, form.group_size, form.static, False, _refits(form))
+        ops.kv_append(pages, key, value, part, *sides, form.bits, form.group_size, form.static, False, form.refits)
     return pages
 
 
@@ -301,7 +297,7 @@ def _front_row(front: tuple[int, int, int, int], form: KVFormat, dtype: torch.dt
         query, key, value = (x.unflatten(-1, (-1, dim)) for x in qkv[i].split(sizes, -1))
         plain = None, None, None, None, None, 1e-6, cos, sin, False, True  # no biases and norms, halves rotated
         side = None, fixed, 1.0
-        shape = form.bits, form.group_size, form.static, False, _refits(form)
+        shape = form.bits, form.group_size, form.static, False, form.refits
         return pages, query, key, value, *plain, slots[i], *side, *side, *shape
 
     found, wanted = pages.clone(), pages.clone()

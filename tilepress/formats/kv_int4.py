@@ -4,8 +4,9 @@ A row is one token's key or value of one KV head, `head_dim` numbers. Quantized,
 channels, each group with a float16 (scale, shift) = (s, z). Static formats keep s and z outside. A value stands for
 x = mean + scale * (code * s + z), with mean and scale calibrated per channel or 0 and 1.
 
-s and z start from the row's extremes, drawn together by `clip`, and are refitted `refits` times by least squares to the codes that they gave,
-weighted by how much an error in each channel matters. Every sum is taken in the order of `fold`, so that a kernel can give the same bits.
+s and z start from the row's extremes, drawn together by `clip`. Those of dynamic 4-bit formats are refitted `refits` times: by least squares to the
+codes that they gave, weighted by how much an error in each channel matters, and twice as far, where the next refits would lead. Errors and weights
+become whole numbers first, whose sums are exact in any order, so that a kernel gives the same bits.
 
 A page holds 64 tokens of one KV head, keys and values, in the order in which a decode kernel's lanes read them (`page_order`): every byte
 belongs to one token, so that an append writes and never reads.
@@ -24,6 +25,9 @@ UNIT_TOKENS = 32  # what a kernel loads at once
 BITS = (4, 8, 16)
 LEAST_SCALE = 2.0**-24  # of float16
 _FLOAT16_MAX = 65504.0
+_STEP = 64  # parts of a code's step in which a refit counts errors, up to _FAR steps beyond the codes: sums fit 31 bits
+_FAR = 8
+_STRETCH = 2  # of a refit
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class KVFormat:
     def __post_init__(self):
         if self.bits not in BITS:
             raise UsageError(f"--bits {self.bits} is unknown", f"choose one of {', '.join(map(str, BITS))}")
-        if self.head_dim < 32 or self.head_dim % 32:
+        if self.head_dim not in range(32, 1025, 32):
             raise UsageError(
-                f"the head dimension {self.head_dim} is no multiple of 32", "leave this model's cache as it is"
+                f"the head dimension {self.head_dim} is no multiple of 32 up to 1024",
+                "leave this model's cache as it is",
             )
         if self.group_size == self.head_dim:
             object.__setattr__(self, "group_size", 0)
@@ -64,6 +69,11 @@ class KVFormat:
     def max_code(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1
+
+    @property
+    def refits(self) -> int:
+        """How often a calibration has scales refitted."""
+        return 1 if self.bits == 4 and not self.static else 0
 
     @property
     def code_bytes(self) -> int:
@@ -145,17 +155,6 @@ def from_serialized(row: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return unpack_codes(row[..., 4 * groups :], 4), scales
 
 
-def fold(x: Tensor) -> Tensor:
-    """The sum over the last dimension, kept with size 1: halves are added while the size is even, the rest from left to right."""
-    while x.shape[-1] % 2 == 0:
-        half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
-    total = x[..., :1]
-    for i in range(1, x.shape[-1]):
-        total = total + x[..., i : i + 1]
-    return total
-
-
 def hadamard(x: Tensor) -> Tensor:
     """x [..., D] float32 times a block-diagonal orthogonal Hadamard matrix; blocks of the largest power of two in D. Its own inverse."""
     size = x.shape[-1] & -x.shape[-1]
@@ -190,7 +189,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """y [..., heads, D] float32 -> codes uint8 of the same shape and float16 (scale, shift) [..., heads, G, 2], None for static formats.
 
-    weight [heads, D] of squared errors; fixed [heads, G, 2] the (scale, shift) of static formats.
+    weight [heads, D] of squared errors; fixed [heads, G, 2] the (scale, shift) of static formats; refits of dynamic 4-bit ones.
     """
     grouped = y.unflatten(-1, (form.groups, -1))
     if form.static:
@@ -198,28 +197,44 @@ def quantize_rows(
         return _codes(grouped, scale, shift, form).to(torch.uint8).flatten(-2), None
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle, reach = (low + high) * 0.5, (high - low) * (0.5 * clip)
-    scale, shift = _half(reach * (2 / form.max_code), middle - reach)
-    codes = _codes(grouped, scale, shift, form)
-    if refits:
-        w = y.new_ones(y.shape[-2:]) if weight is None else weight
-        w = w.unflatten(-1, (form.groups, -1))
-        sum_w, sum_y = fold(w), fold(w * grouped)
-    for _ in range(refits):
-        wc = w * codes
-        sum_c, sum_cc, sum_cy = fold(wc), fold(wc * codes), fold(wc * grouped)
-        spread = sum_w * sum_cc - sum_c * sum_c
-        better = (sum_w * sum_cy - sum_c * sum_y) / spread
-        sound = (spread > 0) & (better > 0) & torch.isfinite(better)
-        better = torch.where(sound, better, scale)
-        scale, shift = _half(better, torch.where(sound, (sum_y - better * sum_c) / sum_w, shift))
-        codes = _codes(grouped, scale, shift, form)
-    return codes.to(torch.uint8).flatten(-2), torch.cat([scale, shift], -1).to(torch.float16)
+    scale, shift = _in_reach(reach * (2 / form.max_code), middle - reach)
+    if refits and form.bits == 4:
+        importance = _importance(y.new_ones(y.shape[-2:]) if weight is None else weight, form)
+        for _ in range(refits):
+            scale, shift = _refitted(grouped, importance, scale, shift, form)
+    scale, shift = scale.to(torch.float16), shift.to(torch.float16)
+    codes = _codes(grouped, scale.float(), shift.float(), form)
+    return codes.to(torch.uint8).flatten(-2), torch.cat([scale, shift], -1)
 
 
-def _half(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """What float16 makes of them, in float32."""
-    scale, shift = scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
-    return scale.to(torch.float16).float(), shift.to(torch.float16).float()
+def _importance(weight: Tensor, form: KVFormat) -> Tensor:
+    """Weights [heads, D] as whole numbers [heads, G, D / G] up to 256, a group's largest at least 128."""
+    weight = weight.unflatten(-1, (form.groups, -1))
+    exponent = torch.frexp(weight.amax(-1, keepdim=True).clamp(min=2.0**-100)).exponent
+    return torch.ldexp(weight, 8 - exponent).round().long()
+
+
+def _refitted(
+    grouped: Tensor, importance: Tensor, scale: Tensor, shift: Tensor, form: KVFormat
+) -> tuple[Tensor, Tensor]:
+    """grouped [..., heads, G, D / G], scale and shift [..., heads, G, 1] float32 -> better ones, by the errors of the codes that these give."""
+    found = ((grouped - shift) * (1 / scale)).clamp(-_FAR, form.max_code + _FAR).nan_to_num()
+    found = (found * _STEP).round().long()
+    code = ((found + _STEP // 2) // _STEP).clamp(0, form.max_code)
+    error = importance * (found - _STEP * code)
+    weighted = importance * code
+    sums = (x.sum(-1, keepdim=True).float() for x in (importance, weighted, weighted * code, error, error * code))
+    sum_w, sum_c, sum_cc, sum_e, sum_ec = sums
+    spread = sum_w * sum_cc - sum_c * sum_c
+    stretch = 1 + (sum_w * sum_ec - sum_c * sum_e) / spread * (_STRETCH / _STEP)
+    move = (sum_cc * sum_e - sum_c * sum_ec) / spread * (_STRETCH / _STEP)
+    sound = (spread > 0) & (stretch > 0)
+    return _in_reach(torch.where(sound, scale * stretch, scale), torch.where(sound, shift + scale * move, shift))
+
+
+def _in_reach(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """What float16 can round."""
+    return scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
 
 
 def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Tensor:

@@ -6,6 +6,7 @@ Appending is one opaque op: a compiler that sees its casts may drop them and cha
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,18 @@ def values_of(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
         return rows.contiguous().view(torch.bfloat16).float()
     codes, scales = split_row(rows, form)
     return dequantize_rows(codes, fixed if scales is None else scales)
+
+
+class Steps(NamedTuple):
+    """Which steps an append takes: what kv_quantize.cuh is compiled with."""
+
+    channels: bool
+    rotate: bool
+    refits: int
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {"CHANNELS": int(self.channels), "ROTATE": int(self.rotate), "REFITS": self.refits}
 
 
 @dataclass(frozen=True)
@@ -104,8 +117,14 @@ class Quantization:
             and all(t is None or t.data_ptr() % 32 == 0 for t in (pages, self.key_channels, self.value_channels))
         )
 
+    def steps(self, form: KVFormat) -> Steps:
+        if form.bits == 16:
+            return Steps(False, False, 0)
+        channels = self.key_channels is not None or self.value_channels is not None
+        return Steps(channels, self.rotate, self.refits if form.bits == 4 and not form.static else 0)
+
     def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: KVFormat) -> None:
-        """The reference of what kv_rows.cuh does."""
+        """The reference of what kv_quantize.cuh does."""
         rows = (
             _rows(key, form, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
             _rows(value, form, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
@@ -121,8 +140,6 @@ class Quantization:
             *(jit.float_bits(0.5 * clip) for clip in (self.key_clip, self.value_clip)),
             jit.float_bits(2 / form.max_code),
             jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
-            int(self.rotate),
-            self.refits,
             len(slots),
             len(pages),
         )
@@ -142,13 +159,13 @@ def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *qua
     how.store(pages, key, value, slots, how.check(pages, key, value, slots))
 
 
-def append_source(form: KVFormat, dtype: torch.dtype) -> str:
-    return jit.source("kv_append.cu", **row_macros(form, dtype))
+def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps) -> str:
+    return jit.source("kv_append.cu", **row_macros(form, dtype), **steps.macros)
 
 
 @functools.cache
-def _append_kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("kv_append", append_source(form, dtype), THREADS, overlaps=True)
+def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kernel:
+    return jit.Kernel("kv_append", append_source(form, dtype, steps), THREADS, overlaps=True)
 
 
 def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
@@ -162,7 +179,7 @@ def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quan
         return None
     width = channels_of_lane(form)
     key, value, slots = in_rows(key, width), in_rows(value, width), slots.contiguous()
-    _append_kernel(form, key.dtype)(
+    _append_kernel(form, key.dtype, how.steps(form))(
         pages.device,
         blocks(tokens * heads * 2),
         *how.launch_arguments(pages, slots, form),

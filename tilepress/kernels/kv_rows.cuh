@@ -1,9 +1,5 @@
-// Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on. To the bit as formats/kv_int4.py
-// quantizes them where they are finite; NaN stays NaN.
-//
-// Sums are taken in the order of `fold` there: halves are added, which are another lane's or a lane's own channels, while the size is even; the rest from
-// left to right. Where a byte stands in its page is `page_order` there, in closed form. Loads come first and stores are what a slot decides, so that a row's
-// reads are under way together.
+// Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on. Where a byte stands in its page is
+// `page_order` of formats/kv_int4.py in closed form.
 //
 // Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; KIND of the input, 0 float32, 1 bfloat16, 2 float16. Rows begin at multiples of
 // E elements where E is a power of two.
@@ -62,93 +58,6 @@ template <int COUNT, int OF = KIND> struct Raw {
   }
 };
 
-struct Add { static __device__ __forceinline__ float of(float a, float b) { return __fadd_rn(a, b); } };
-struct Min { static __device__ __forceinline__ float of(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
-struct Max { static __device__ __forceinline__ float of(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
-
-// COUNT folds at once, so that they wait together: each over the groups of N channels; a lane gets those of its channels. Two lanes that add the same share
-// the work: each sends the half of its sums that the other one goes on with. `room` is of ROOM floats.
-template <int N, class How, int COUNT> __device__ __forceinline__ void fold(float (&t)[COUNT][E], float (&result)[COUNT][PARTS], float* room) {
-  if constexpr (IS_POWER(D)) {
-    int kept = E;
-#pragma unroll
-    for (int step = N / E / 2; step; step /= 2) {
-      const bool shares = kept > 1, upper = LANE & step;
-      if (shares) kept /= 2;
-      float other[COUNT][E];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < kept; ++j) {
-          const float low = t[i][j], high = shares ? t[i][j + kept] : low;
-          t[i][j] = upper ? high : low;
-          other[i][j] = __shfl_xor_sync(ALL, upper ? low : high, step);
-        }
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < kept; ++j) t[i][j] = How::of(t[i][j], other[i][j]);
-    }
-#pragma unroll
-    for (int step = N / E / 2, half = E / 2; half; step /= 2, half /= 2) {
-      if (!step) kept /= 2;
-      float other[COUNT][E];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < kept; ++j) other[i][j] = step ? __shfl_xor_sync(ALL, t[i][j], step) : t[i][j + kept];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int j = 0; j < kept; ++j) t[i][j] = How::of(t[i][j], other[i][j]);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) result[i][0] = t[i][0];
-  } else {
-    for (int k = 0; k < COUNT; ++k) {
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < E; ++j) room[FIRST + j] = t[k][j];
-      __syncwarp();
-      int size = N;
-      while (size % 2 == 0) {
-        size /= 2;
-        for (int i = LANE; i < D / N * size; i += 32) { float* of = room + i / size * N + i % size; *of = How::of(*of, of[size]); }
-        __syncwarp();
-      }
-#pragma unroll
-      for (int j = 0; j < PARTS; ++j) {
-        const float* of = room + (FIRST + j) / N * N;
-        result[k][j] = of[0];
-        for (int i = 1; i < size; ++i) result[k][j] = How::of(result[k][j], of[i]);
-      }
-    }
-  }
-}
-
-// The least of all lanes' channels, NaN if there is one: as integers floats have the same order, with NaN before all.
-__device__ __forceinline__ float least(const float (&v)[E]) {
-  float low = v[0];
-#pragma unroll
-  for (int j = 1; j < E; ++j) low = Min::of(low, v[j]);
-  int key = __float_as_int(low);
-  key = low != low ? 1 << 31 : key ^ (key >> 31 & 0x7fffffff);
-  key = __reduce_min_sync(ALL, key);
-  return __int_as_float(key ^ (key >> 31 & 0x7fffffff));
-}
-
-// a / b as IEEE rounds it, without the branches that a division has, for 2^-60 < |b| < 2^60 and |a| < 2^60; `y` is reciprocal(b).
-__device__ __forceinline__ float reciprocal(float b) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
-  return __fmaf_rn(y, __fmaf_rn(-b, y, 1.f), y);
-}
-__device__ __forceinline__ float quotient(float a, float b, float y) {
-  const float q = __fmul_rn(a, y);
-  return __fmaf_rn(y, __fmaf_rn(-b, q, a), q);
-}
-__device__ __forceinline__ bool is_plain(float v) { return fabsf(v) < 1.152921504606847e18f && fabsf(v) > 8.673617379884035e-19f; }
-
 __device__ __forceinline__ void hadamard(float (&v)[E], float norm, float* room) {
 #pragma unroll
   for (int step = 1; step < BLOCK; step *= 2) {
@@ -166,77 +75,6 @@ __device__ __forceinline__ void hadamard(float (&v)[E], float norm, float* room)
   }
 #pragma unroll
   for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], norm);
-}
-
-// `scale` is of float16, `y` its reciprocal. What is beyond 2^30 is beyond all codes.
-__device__ __forceinline__ float code_of(float v, float scale, float y, float shift) {
-  const float code = rintf(quotient(fminf(fmaxf(__fsub_rn(v, shift), -1073741824.f), 1073741824.f), scale, y));
-  return fminf(fmaxf(code, 0.f), (float)MOST);
-}
-
-__device__ __forceinline__ void to_codes(float (&codes)[E], const float (&v)[E], const float (&scale)[PARTS], const float (&shift)[PARTS]) {
-  float y[PARTS];
-#pragma unroll
-  for (int p = 0; p < PARTS; ++p) y[p] = reciprocal(scale[p]);
-#pragma unroll
-  for (int j = 0; j < E; ++j) codes[j] = code_of(v[j], scale[j % PARTS], y[j % PARTS], shift[j % PARTS]);
-}
-
-// What float16 makes of a scale and a shift; NaN stays.
-__device__ __forceinline__ void to_halves(float& scale, float& shift) {
-  scale = half_to_float(to_half(Min::of(Max::of(scale, 5.9604644775390625e-8f), 65504.f)));
-  shift = half_to_float(to_half(Min::of(Max::of(shift, -65504.f), 65504.f)));
-}
-
-// Codes of a row in place of its values, and what they are of: the scale and shift of each part.
-__device__ __forceinline__ void quantize(float (&v)[E], const float (&w)[E], float half_clip, float step, int refits, float* room, float (&scale)[PARTS], float (&shift)[PARTS]) {
-  float ends[2][E], end[2][PARTS];            // least, and the negative of the largest
-#pragma unroll
-  for (int j = 0; j < E; ++j) { ends[0][j] = v[j]; ends[1][j] = -v[j]; }
-  if constexpr (IS_POWER(D) && GROUPS == 1) {
-    end[0][0] = least(ends[0]); end[1][0] = least(ends[1]);
-  } else {
-    fold<SIZE, Min>(ends, end, room);
-  }
-#pragma unroll
-  for (int p = 0; p < PARTS; ++p) {
-    const float low = end[0][p], high = -end[1][p];
-    const float middle = __fmul_rn(__fadd_rn(low, high), 0.5f), reach = __fmul_rn(__fsub_rn(high, low), half_clip);
-    scale[p] = __fmul_rn(reach, step); shift[p] = __fsub_rn(middle, reach);
-    to_halves(scale[p], shift[p]);
-  }
-  float codes[E];
-  to_codes(codes, v, scale, shift);
-  float of_values[2][E], of_value[2][PARTS];  // sums of weights, and of weights times values
-  if (refits) {
-#pragma unroll
-    for (int j = 0; j < E; ++j) { of_values[0][j] = w[j]; of_values[1][j] = __fmul_rn(w[j], v[j]); }
-    fold<SIZE, Add>(of_values, of_value, room);
-  }
-  for (int i = 0; i < refits; ++i) {
-    float sums[3][E], sum[3][PARTS];          // of weights times codes; that times codes; times values
-#pragma unroll
-    for (int j = 0; j < E; ++j) {
-      sums[0][j] = __fmul_rn(w[j], codes[j]);
-      sums[1][j] = __fmul_rn(sums[0][j], codes[j]); sums[2][j] = __fmul_rn(sums[0][j], v[j]);
-    }
-    fold<SIZE, Add>(sums, sum, room);
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p) {
-      const float sum_w = of_value[0][p], sum_y = of_value[1][p], sum_c = sum[0][p], sum_cc = sum[1][p], sum_cy = sum[2][p];
-      const float spread = __fsub_rn(__fmul_rn(sum_w, sum_cc), __fmul_rn(sum_c, sum_c)), slope = __fsub_rn(__fmul_rn(sum_w, sum_cy), __fmul_rn(sum_c, sum_y));
-      float better = quotient(slope, spread, reciprocal(spread)), left = __fsub_rn(sum_y, __fmul_rn(better, sum_c)), rest = quotient(left, sum_w, reciprocal(sum_w));
-      if (!(is_plain(spread) && is_plain(slope) && is_plain(sum_w) && is_plain(left))) {
-        better = __fdiv_rn(slope, spread);
-        rest = __fdiv_rn(__fsub_rn(sum_y, __fmul_rn(better, sum_c)), sum_w);
-      }
-      if (spread > 0.f && better > 0.f && better < __int_as_float(0x7f800000)) { scale[p] = better; shift[p] = rest; }
-      to_halves(scale[p], shift[p]);
-    }
-    to_codes(codes, v, scale, shift);
-  }
-#pragma unroll
-  for (int j = 0; j < E; ++j) v[j] = codes[j];
 }
 
 struct Side {  // of keys or values
@@ -314,81 +152,6 @@ struct Place {  // of a row in the pages
     return is_value && GROUPS > 1 ? *(const u16*)from | (u32)*(const u16*)(from + 4) << 16 : *(const u32*)from;
   }
 };
-
-// Four lanes with four elements each, of 8 or 16 bits: lane i's get to be the i-th ones of each lane, in the lanes' order.
-__device__ __forceinline__ u64 exchanged(u64 mine) {
-  const auto halves = [](u32 word) -> u32 {   // of neighbours
-    const u32 other = __shfl_xor_sync(ALL, word, 1);
-    return LANE % 2 ? other >> 16 | word & 0xffff0000 : word & 0xffff | other << 16;
-  };
-  if (BITS == 16) {
-    const u32 low = mine, high = mine >> 32, other = __shfl_xor_sync(ALL, LANE & 2 ? low : high, 2);
-    return halves(LANE & 2 ? other : low) | (u64)halves(LANE & 2 ? high : other) << 32;
-  }
-  u32 word = mine;
-  u32 other = __shfl_xor_sync(ALL, word, 1);
-  word = __byte_perm(word, other, LANE & 1 ? 0x3715 : 0x6240);
-  other = __shfl_xor_sync(ALL, word, 2);
-  return __byte_perm(word, other, LANE & 2 ? 0x3276 : 0x5410);
-}
-
-// Codes, or values of 16 bits.
-__device__ __forceinline__ void store_row(const Place& place, const float (&v)[E], float* room) {
-  const auto word = [&](int j, int count) -> u64 {
-    u64 found = 0;
-#pragma unroll
-    for (int i = 0; i < count; ++i) found |= (u64)(BITS == 16 ? to_bfloat(v[j + i]) : (u32)v[j + i]) << BITS * i;
-    return found;
-  };
-  constexpr int OF_KEYS = SMALLER(E & -E, 64 / BITS), OF_VALUES = BITS == 4 ? SMALLER(E & -E, 4) : 1;  // channels whose bytes follow one another
-  if constexpr (SPLITS_BYTES) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < E; ++j) room[FIRST + j] = v[j];
-    __syncwarp();
-    for (int i = LANE; i < D / 2; i += 32) put<1>(place.is_value ? place.value_byte(2 * i) : place.key_byte(i), (u32)room[2 * i] | (u32)room[2 * i + 1] << 4);
-  } else if (!place.is_value) {
-#pragma unroll
-    for (int j = 0; j < E; j += OF_KEYS) put<OF_KEYS * BITS / 8>(place.key_byte((FIRST + j) * BITS / 8), word(j, OF_KEYS));
-  } else if (BITS > 4 && E == 4) {            // so that lanes side by side store side by side
-    const u64 four = exchanged(word(0, 4));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) put<BITS / 8>(place.value_byte(LANE / 4 * 16 + 4 * j + LANE % 4), four >> BITS * j);
-  } else {
-#pragma unroll
-    for (int j = 0; j < E; j += OF_VALUES) put<OF_VALUES * BITS / 8>(place.value_byte(FIRST + j), word(j, OF_VALUES));
-  }
-}
-
-// Quantizes a row and stores it, if its place is there.
-__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, const Place& place, float step, float norm, int refits, float* room) {
-  if (BITS < 16) {
-    if (side.channels) {
-      bool plain = true;
-#pragma unroll
-      for (int j = 0; j < E; ++j) plain &= is_plain(of.scale[j]);
-      plain = __all_sync(ALL, plain);
-#pragma unroll
-      for (int j = 0; j < E; ++j)
-        v[j] = __fmul_rn(__fsub_rn(v[j], of.mean[j]), plain ? quotient(1.f, of.scale[j], reciprocal(of.scale[j])) : __fdiv_rn(1.f, of.scale[j]));
-    }
-    if (side.rotate) hadamard(v, norm, room);
-#pragma unroll
-    for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], 0.f);  // no -0, as in the reference
-    if (STATIC) {
-      to_codes(v, v, of.fixed[0], of.fixed[1]);
-    } else {
-      float weight[E], scale[PARTS], shift[PARTS];
-#pragma unroll
-      for (int j = 0; j < E; ++j) weight[j] = of.weight[j];
-      quantize(v, weight, side.half_clip, step, refits, room, scale, shift);
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p)
-        if (place.is_there && (FIRST + p) % SIZE == 0) place.store_scale((FIRST + p) / SIZE, to_half(scale[p]), to_half(shift[p]));
-    }
-  }
-  if (place.is_there) store_row(place, v, room);
-}
 
 // A lane's channels of a row of KIND, from element `at` on.
 __device__ __forceinline__ void store_numbers(void* out, long long at, const float (&v)[E]) {

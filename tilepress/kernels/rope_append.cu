@@ -3,10 +3,12 @@
 //
 // A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values, which take longest, are spread among those of queries.
 //
-// Macros: those of kv_rows.cuh; HEADS of the queries; KV_HEADS; ROTARY channels of D are rotated; INTERLEAVED 0: channel i with i + ROTARY / 2, 1: with its
-// neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in float32, the result is rounded. WARPS of a block. Grid: WARPS rows a block.
+// Macros: those of kv_quantize.cuh; HEADS of the queries; KV_HEADS; ROTARY channels of D are rotated; INTERLEAVED 0: channel i with i + ROTARY / 2, 1: with its
+// neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in float32, the result is rounded. BIASES, NORMS 0: none of
+// them; FOLD 1: queries get the keys' scale and rotation. WARPS of a block. Grid: WARPS rows a block.
 
 #include "kv_rows.cuh"
+#include "kv_quantize.cuh"
 
 #define HALF (ROTARY / 2)
 #define ANGLES (INTERLEAVED ? (E + 1) / 2 : E)  // of a lane's channels
@@ -14,6 +16,45 @@
 #define REGULAR (IS_POWER(D) && (!INTERLEAVED || E > 1) && HALF % ANGLES == 0)
 #undef ROOM
 #define ROOM (REGULAR && !SPLITS_BYTES ? 1 : D)
+
+// The sum of a row: halves are added, which are another lane's or a lane's own channels, while the size is even; the rest from left to right. Two lanes that
+// add the same share the work: each sends the half of its sums that the other one goes on with. `room` is of ROOM floats.
+__device__ __forceinline__ float fold(float (&t)[E], float* room) {
+  if constexpr (IS_POWER(D)) {
+    int kept = E;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+      const bool shares = kept > 1, upper = LANE & step;
+      if (shares) kept /= 2;
+#pragma unroll
+      for (int j = 0; j < kept; ++j) {
+        const float low = t[j], high = shares ? t[j + kept] : low;
+        t[j] = __fadd_rn(upper ? high : low, __shfl_xor_sync(ALL, upper ? low : high, step));
+      }
+    }
+#pragma unroll
+    for (int step = 16, half = E / 2; half; step /= 2, half /= 2) {
+      if (!step) kept /= 2;
+#pragma unroll
+      for (int j = 0; j < kept; ++j) t[j] = __fadd_rn(t[j], step ? __shfl_xor_sync(ALL, t[j], step) : t[j + kept]);
+    }
+    return t[0];
+  } else {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < E; ++j) room[FIRST + j] = t[j];
+    __syncwarp();
+    int size = D;
+    while (size % 2 == 0) {
+      size /= 2;
+      for (int i = LANE; i < size; i += 32) room[i] = __fadd_rn(room[i], room[i + size]);
+      __syncwarp();
+    }
+    float sum = room[0];
+    for (int i = 1; i < size; ++i) sum = __fadd_rn(sum, room[i]);
+    return sum;
+  }
+}
 
 struct Row { const void* x; long long token_stride, head_stride; const void* bias; const void* norm; };  // strides in elements; [heads, D] or 0; [D] or 0
 
@@ -70,13 +111,13 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
             const long long* slots,           // [tokens]
             const float* key_channels, const float* value_channels, const u16* key_fixed, const u16* value_fixed,  // of Side
             float key_clip, float value_clip,  // halves of them
-            float step, float norm, int rotate, int refits, int tokens, int num_pages,
+            float step, float norm, int tokens, int num_pages,
             void* out,                        // [tokens, HEADS, D] of KIND
             const void* query, const void* key, const void* value,  // [tokens, HEADS | KV_HEADS, D] of KIND, strides in elements
             long long query_token, long long query_head, long long key_token, long long key_head, long long value_token, long long value_head,
             const void* query_bias, const void* key_bias, const void* value_bias, const void* query_norm, const void* key_norm,  // of Row, of KIND
             float eps, const void* cosines, const void* sines,  // [tokens, HALF], float32 or of KIND
-            long long cosine_token, long long sine_token, int fold_scale) {
+            long long cosine_token, long long sine_token) {
   __shared__ float rooms[WARPS][ROOM];
   float* room = rooms[threadIdx.x / 32];
 #if __CUDA_ARCH__ >= 900
@@ -88,10 +129,10 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
   if (token >= tokens) return;
   const bool is_query = (number + 1) * (2 * KV_HEADS) / ROWS == before, is_value = !is_query && before % 2;
   const int head = is_query ? number - before : before / 2, kv_head = is_query ? head / (HEADS / KV_HEADS) : head;
-  const Row of = is_query   ? Row{query, query_token, query_head, query_bias, query_norm}
-                 : is_value ? Row{value, value_token, value_head, value_bias, 0}
-                            : Row{key, key_token, key_head, key_bias, key_norm};
-  const Side side = is_value ? Side{value_channels, value_fixed, value_clip, 0} : Side{key_channels, key_fixed, key_clip, rotate};
+  const Row of = is_query   ? Row{query, query_token, query_head, BIASES ? query_bias : 0, NORMS ? query_norm : 0}
+                 : is_value ? Row{value, value_token, value_head, BIASES ? value_bias : 0, 0}
+                            : Row{key, key_token, key_head, BIASES ? key_bias : 0, NORMS ? key_norm : 0};
+  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0} : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE};
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
@@ -105,7 +146,7 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
     sine.load(sines, token * sine_token);
   }
   Calibration calibration;
-  if (!is_query || fold_scale) calibration.load(side, kv_head, KV_HEADS);
+  if (!is_query || FOLD) calibration.load(side, kv_head, KV_HEADS);
 #if __CUDA_ARCH__ >= 900
   launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
 #endif
@@ -114,24 +155,23 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
 #pragma unroll
   for (int j = 0; j < E; ++j) v[j] = of.bias ? rounded(__fadd_rn(raw[j], bias[j])) : raw[j];
   if (of.norm) {
-    float squares[1][E], square[1][PARTS];
+    float squares[E];
 #pragma unroll
-    for (int j = 0; j < E; ++j) squares[0][j] = __fmul_rn(v[j], v[j]);
-    fold<D, Add>(squares, square, room);
-    const float mean = __fmul_rn(square[0][0], (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
+    for (int j = 0; j < E; ++j) squares[j] = __fmul_rn(v[j], v[j]);
+    const float mean = __fmul_rn(fold(squares, room), (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = rounded(__fmul_rn(weight[j], rounded(__fmul_rn(v[j], inverse))));
   }
   if (!is_value) rope(v, cosine, sine, room);
   if (!is_query) {
-    append(v, side, calibration, Place(pages, num_pages, slot, head, KV_HEADS, is_value), step, norm, refits, room);
+    append(v, side, calibration, Place(pages, num_pages, slot, head, KV_HEADS, is_value), step, norm, room);
     return;
   }
-  if (BITS < 16 && fold_scale) {
+  if (BITS < 16 && FOLD) {
     if (side.channels)
 #pragma unroll
       for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], calibration.scale[j]);
-    if (rotate) hadamard(v, norm, room);
+    if (ROTATE) hadamard(v, norm, room);
   }
   store_numbers(out, ((long long)token * HEADS + head) * D + FIRST, v);
 }

@@ -5,7 +5,7 @@
 
 Bits are those of transformers' modules one after the other: the sum, the normalized number and its product with the weight, the two products of RoPE and
 their sum are each rounded to the inputs' dtype. Two things have an order of our own, so that a kernel can give the same bits: the norm's squares are added
-by `fold` of formats/kv_int4.py, and the inverse root is 1 / sqrt(x), both rounded correctly.
+by `fold`, and the inverse root is 1 / sqrt(x), both rounded correctly.
 
 RoPE turns the first `rotary` of D channels, rotary / 2 being the columns of cos and sin: channel i with i + rotary / 2 (Llama), or `interleaved` with its
 neighbour (GPT-J). With cos and sin in float32 beside 16-bit inputs it is computed in float32 and rounded once.
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilepress.formats import kv_int4
 from tilepress.formats.kv_int4 import KVFormat, hadamard
 from tilepress.kernels import jit, library
 from tilepress.kernels.kv_cache import (
     KINDS,
     QUANTIZATION,
     Quantization,
+    Steps,
     address,
     blocks,
     channels_of_lane,
@@ -42,13 +42,25 @@ library.define(
     f"{QUANTIZATION}) -> Tensor"
 )
 
-_THREADS = 384  # a warp for a row: few blocks start sooner than many
+_SHAPE = "HEADS", "KV_HEADS", "ROTARY", "INTERLEAVED", "WIDE", "BIASES", "NORMS", "FOLD"  # macros of rope_append.cu
+_THREADS = 192  # a warp for a row: few blocks start sooner than many, small ones end sooner
+
+
+def fold(x: Tensor) -> Tensor:
+    """The sum over the last dimension, kept with size 1: halves are added while the size is even, the rest from left to right."""
+    while x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    total = x[..., :1]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i : i + 1]
+    return total
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], weight [D] -> the RMS norm over a head."""
     wide = x.float()
-    mean = kv_int4.fold(wide * wide) * (1 / x.shape[-1])
+    mean = fold(wide * wide) * (1 / x.shape[-1])
     root = torch.sqrt((mean + eps).double()).float()  # float32's own is not rounded correctly everywhere (MKL)
     return weight * (wide * (1 / root)).to(x.dtype)
 
@@ -150,8 +162,17 @@ class _Rows:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if tokens == 0:
             return out
-        wide = cos.dtype != key.dtype
-        kernel = _kernel(form, key.dtype, heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide)
+        wide, biases = cos.dtype != key.dtype, any(x is not None for x in weights[:3])
+        shape = (
+            heads,
+            kv_heads,
+            2 * cos.shape[1],
+            self.interleaved,
+            wide,
+            biases,
+            any(x is not None for x in weights[3:]),
+        )
+        kernel = _kernel(form, key.dtype, how.steps(form), *shape, self.fold)
         kernel(
             pages.device,
             blocks(tokens * (heads + 2 * kv_heads), _THREADS),
@@ -162,7 +183,6 @@ class _Rows:
             *map(address, weights),
             jit.float_bits(self.eps),
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)),
-            int(self.fold),
         )
         return out
 
@@ -191,23 +211,15 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
     return rows.reference(pages, how, form)
 
 
-def source(
-    form: KVFormat, dtype: torch.dtype, heads: int, kv_heads: int, rotary: int, interleaved: bool, wide: bool
-) -> str:
-    shape = {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "ROTARY": rotary,
-        "INTERLEAVED": int(interleaved),
-        "WIDE": int(wide),
-        "WARPS": _THREADS // 32,
-    }
-    return jit.source("rope_append.cu", **row_macros(form, dtype), **shape)
+def source(form: KVFormat, dtype: torch.dtype, steps: Steps, *shape: int) -> str:
+    """`shape` has what `_SHAPE` names."""
+    macros = {name: int(number) for name, number in zip(_SHAPE, shape, strict=True)}
+    return jit.source("rope_append.cu", **row_macros(form, dtype), **steps.macros, **macros, WARPS=_THREADS // 32)
 
 
 @functools.cache
-def _kernel(form: KVFormat, *shape) -> jit.Kernel:
-    return jit.Kernel("rope_append", source(form, *shape), _THREADS, overlaps=True)
+def _kernel(*what) -> jit.Kernel:
+    return jit.Kernel("rope_append", source(*what), _THREADS, overlaps=True)
 
 
 def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
