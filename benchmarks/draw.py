@@ -146,8 +146,6 @@ column were run alone: of Llama-2-70B a card makes as INT8 with a 4-bit cache, t
 
 ## Sparse weights, 28672 x 8192, bfloat16
 
-Since these were measured Tiled-CSL's kernel has become faster for few rows of input (`docs/kernels/tiled_csl_spmm.md`).
-
 As tiled bitmaps:
 
 ![bitmaps against rows of input](performance/bitmap.svg)
