@@ -183,7 +183,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
 
     def error(sides: dict) -> float:
         back = {
-            what: fake_quantize(getattr(sample, what).transpose(0, 1), form, *side, False, 2).transpose(0, 1)
+            what: fake_quantize(getattr(sample, what).transpose(0, 1), form, *side, False, form.refits).transpose(0, 1)
             for what, side in sides.items()
         }
         return float((kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact).norm() / exact.norm())
