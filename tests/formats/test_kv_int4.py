@@ -262,7 +262,7 @@ def test_a_refit_goes_twice_as_far_as_least_squares_and_lowers_the_weighted_erro
         x, w = y[row, 0, part].double().numpy(), weight[0, part].double().numpy() ** 0.5
         step = 0.95 * (x.max() - x.min()) / 15
         start = np.array([step, (x.max() + x.min()) / 2 - 7.5 * step])
-        c = np.clip(np.floor(np.round((x - start[1]) / step * 64) / 64 + 0.5), 0, 15)  # errors count in 64ths
+        c = np.clip(np.floor(np.round((x - start[1]) / step * 4096) / 4096 + 0.5), 0, 15)  # errors count in parts
         fitted = np.linalg.lstsq(np.stack([c, np.ones_like(c)], 1) * w[:, None], x * w, rcond=None)[0]
         assert np.allclose(scales[row, 0, group].double().numpy(), start + 2 * (fitted - start), rtol=2e-3, atol=2e-3)
 

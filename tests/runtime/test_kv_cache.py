@@ -36,6 +36,14 @@ def model(calibrated):
 
 
 @pytest.fixture(scope="module")
+def steady(tmp_path_factory, tiny):
+    """In 8 bits, where it hardly shows that rounding tips a value from one code to the next: batches and pieces of a text round differently."""
+    path = tmp_path_factory.mktemp("kv") / "tiny-kv8"
+    run_recipe(KVRecipe(few_words(8, 256), bits=8), tiny, path)
+    return tilepress.load(path, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(calibrated):
     return AutoTokenizer.from_pretrained(calibrated, padding_side="left", pad_token="<|endoftext|>")
 
@@ -73,24 +81,24 @@ def test_16_bits_give_the_logits_of_the_stock_cache(checkpoint_of, family):
     assert out[1].past_key_values.lengths == [23, 17]
 
 
-def test_batches_with_padding_give_the_tokens_of_single_prompts(model, tokenizer):
+def test_batches_with_padding_give_the_tokens_of_single_prompts(steady, tokenizer):
     batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    together = model.generate(**batch, **OPTIONS)[:, batch.input_ids.shape[1] :]
+    together = steady.generate(**batch, **OPTIONS)[:, batch.input_ids.shape[1] :]
     for prompt, tokens in zip(PROMPTS, together, strict=True):
         alone = tokenizer(prompt, return_tensors="pt")
-        assert torch.equal(model.generate(**alone, **OPTIONS)[0, alone.input_ids.shape[1] :], tokens)
+        assert torch.equal(steady.generate(**alone, **OPTIONS)[0, alone.input_ids.shape[1] :], tokens)
 
 
-def test_pieces_of_a_prompt_give_what_the_whole_gives(model, tokenizer):
+def test_pieces_of_a_prompt_give_what_the_whole_gives(steady, tokenizer):
     ids = tokenizer(demo.TEXT.read_text()[:900], return_tensors="pt").input_ids[:, :200]
     with torch.no_grad():
-        whole = model(ids, use_cache=True).logits
-        cache = PagedCache(model.kv_state.calibration, "cpu", num_pages=4)
+        whole = steady(ids, use_cache=True).logits
+        cache = PagedCache(steady.kv_state.calibration, "cpu", num_pages=4)
         pieces = torch.cat(
-            [model(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 1, 64, 1, 63], 1)], 1
+            [steady(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 1, 64, 1, 63], 1)], 1
         )
     assert cache.lengths == [200] and len(cache.pool.free) == 0
-    assert float((pieces - whole).norm() / whole.norm()) < 0.02  # a value on the edge of two codes may tip
+    assert float((pieces - whole).norm() / whole.norm()) < 2e-3
 
 
 def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
@@ -101,13 +109,13 @@ def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
     assert model.kv_state.mode == "cache"
 
 
-def test_windows_decoded_together_are_those_decoded_alone(model, tokenizer, monkeypatch, tmp_path):
+def test_windows_decoded_together_are_those_decoded_alone(steady, tokenizer, monkeypatch, tmp_path):
     (text := tmp_path / "some.txt").write_text(tokenizer.decode(list(range(1, 180))))
     protocol, asked = Protocol(str(text), "strided", 64, 32), []
-    together = perplexity(model, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode")
+    together = perplexity(steady, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode")
     monkeypatch.setattr(eval_perplexity, "_MOST_DECODED", 1)
-    alone = perplexity(model, tokenizer, protocol, kv="decode")
-    assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3, abs=3e-3)  # a value may tip
+    alone = perplexity(steady, tokenizer, protocol, kv="decode")
+    assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3, abs=2e-3)
     assert len(asked) == 3 < len(together["window_nll"])  # all long ones, the short one, the end
 
 
@@ -157,13 +165,13 @@ def test_a_pool_too_small_says_the_size_and_changes_nothing(model, tokenizer):
     assert len(cache.pool.free) == 2 and cache.get_seq_length() == 0
 
 
-def test_beams_are_those_of_the_simulation(model, tokenizer):
+def test_beams_are_those_of_the_simulation(steady, tokenizer):
     """Beams share pages and copy them when they part: the same sequences as by passes over everything, simulated."""
     batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
     options = OPTIONS | {"num_beams": 3, "num_return_sequences": 2}
-    found = model.generate(**batch, return_dict_in_generate=True, **options)
-    with kv_cache.cache_mode(model, "sim"):
-        expected = model.generate(**batch, use_cache=False, **options)
+    found = steady.generate(**batch, return_dict_in_generate=True, **options)
+    with kv_cache.cache_mode(steady, "sim"):
+        expected = steady.generate(**batch, use_cache=False, **options)
     assert torch.equal(found.sequences, expected)
     cache = found.past_key_values
     assert isinstance(cache, PagedCache)
@@ -171,23 +179,23 @@ def test_beams_are_those_of_the_simulation(model, tokenizer):
     assert sorted(cache.pool.free) == list(range(cache.pool.total)) and not any(cache.pool.users)
 
 
-def test_repeated_and_chosen_sequences(model, tokenizer):
+def test_repeated_and_chosen_sequences(steady, tokenizer):
     ids = torch.stack([torch.arange(70), torch.arange(70) + 200]) + 50
-    cache, new = PagedCache(model.kv_state.calibration, "cpu", num_pages=8), torch.tensor([[7], [8], [9], [10]])
+    cache, new = PagedCache(steady.kv_state.calibration, "cpu", num_pages=8), torch.tensor([[7], [8], [9], [10]])
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        steady(ids, past_key_values=cache)
         cache.batch_repeat_interleave(2)
         assert len(cache.pool.free) == 4  # nothing is copied yet
-        found = model(new, past_key_values=cache).logits[:, 0]
-        expected = model(torch.cat([ids.repeat_interleave(2, 0), new], 1), use_cache=True).logits[:, -1]
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        found = steady(new, past_key_values=cache).logits[:, 0]
+        expected = steady(torch.cat([ids.repeat_interleave(2, 0), new], 1), use_cache=True).logits[:, -1]
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
         assert len(cache.pool.free) == 2  # the second page of two of them
         cache.batch_select_indices(torch.tensor([3, 0]))
-        again = model(new[:2], past_key_values=cache).logits[:, 0]
+        again = steady(new[:2], past_key_values=cache).logits[:, 0]
     both = torch.cat([ids.repeat_interleave(2, 0), new], 1)[[3, 0]]
     with torch.no_grad():
-        expected = model(torch.cat([both, new[:2]], 1), use_cache=True).logits[:, -1]
-    torch.testing.assert_close(again, expected, rtol=1e-3, atol=1e-3)
+        expected = steady(torch.cat([both, new[:2]], 1), use_cache=True).logits[:, -1]
+    torch.testing.assert_close(again, expected, rtol=2e-2, atol=2e-2)
     cache.free()
     assert len(cache.pool.free) == 8
 
@@ -205,35 +213,35 @@ def test_reordering_needs_no_pages(model):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_cropping(model, padding):
+def test_cropping(steady, padding):
     ids = torch.arange(40)[None] + 100
     mask = torch.ones_like(ids)
     if padding != "none":
         mask[0, slice(0, 6) if padding == "left" else slice(34, 40)] = 0
-    cache = PagedCache(model.kv_state.calibration, "cpu")
+    cache = PagedCache(steady.kv_state.calibration, "cpu")
     with torch.no_grad():
         first = (mask.cumsum(1) - 1).clamp(min=0)
-        model(ids, attention_mask=mask, past_key_values=cache, position_ids=first)
+        steady(ids, attention_mask=mask, past_key_values=cache, position_ids=first)
         cache.crop(-10)
         assert cache.columns == 30 and cache.lengths == [int(mask[0, :30].sum())]
         new, kept = torch.tensor([[7]]), ids[:, :30][mask[:, :30].bool()][None]
         longer = torch.cat([mask[:, :30], torch.ones(1, 1, dtype=torch.long)], 1)
         positions = longer.sum(1, keepdim=True) - 1
-        found = model(new, attention_mask=longer, past_key_values=cache, position_ids=positions).logits
-        expected = model(torch.cat([kept, new], 1), use_cache=True).logits[:, -1:]
-    assert float((found - expected).norm() / expected.norm()) < 0.02  # a value on the edge of two codes may tip
+        found = steady(new, attention_mask=longer, past_key_values=cache, position_ids=positions).logits
+        expected = steady(torch.cat([kept, new], 1), use_cache=True).logits[:, -1:]
+    assert float((found - expected).norm() / expected.norm()) < 2e-3
     cache.crop(-1000)
     assert cache.columns == 0 and cache.lengths == [0] and sorted(cache.pool.free) == list(range(cache.pool.total))
 
 
-def test_a_dynamic_cache_that_the_caller_holds_becomes_a_paged_one(model, tokenizer):
+def test_a_dynamic_cache_that_the_caller_holds_becomes_a_paged_one(steady, tokenizer):
     ids = tokenizer(PROMPTS[1], return_tensors="pt").input_ids
-    held = DynamicCache(config=model.config)
+    held = DynamicCache(config=steady.config)
     with torch.no_grad():
-        model(ids[:, :-1], past_key_values=held)
+        steady(ids[:, :-1], past_key_values=held)
         assert isinstance(held, PagedCache) and held.get_seq_length() == ids.shape[1] - 1
-        found = model(ids[:, -1:], past_key_values=held).logits
-        torch.testing.assert_close(found, model(ids, use_cache=True).logits[:, -1:], rtol=1e-3, atol=1e-3)
+        found = steady(ids[:, -1:], past_key_values=held).logits
+        torch.testing.assert_close(found, steady(ids, use_cache=True).logits[:, -1:], rtol=2e-2, atol=2e-2)
 
 
 def test_caches_of_full_precision_are_told(model, tokenizer):

@@ -25,8 +25,10 @@ UNIT_TOKENS = 32  # what a kernel loads at once
 BITS = (4, 8, 16)
 LEAST_SCALE = 2.0**-24  # of float16
 _FLOAT16_MAX = 65504.0
-_STEP = 64  # parts of a code's step in which a refit counts errors, up to _FAR steps beyond the codes: sums fit 31 bits
-_FAR = 8
+_SUM_BITS = (
+    20  # of a group's size and of the parts of a step in which a refit counts errors: with the rest, sums have 31
+)
+_FAR = 2  # steps beyond the codes in which errors are told apart
 _STRETCH = 2  # of a refit
 
 
@@ -208,26 +210,27 @@ def quantize_rows(
 
 
 def _importance(weight: Tensor, form: KVFormat) -> Tensor:
-    """Weights [heads, D] as whole numbers [heads, G, D / G] up to 256, a group's largest at least 128."""
+    """Weights [heads, D] as whole numbers [heads, G, D / G] up to 64, a group's largest at least 32."""
     weight = weight.unflatten(-1, (form.groups, -1))
     exponent = torch.frexp(weight.amax(-1, keepdim=True).clamp(min=2.0**-100)).exponent
-    return torch.ldexp(weight, 8 - exponent).round().long()
+    return torch.ldexp(weight, 6 - exponent).round().long()
 
 
 def _refitted(
     grouped: Tensor, importance: Tensor, scale: Tensor, shift: Tensor, form: KVFormat
 ) -> tuple[Tensor, Tensor]:
     """grouped [..., heads, G, D / G], scale and shift [..., heads, G, 1] float32 -> better ones, by the errors of the codes that these give."""
+    step = 2 ** (_SUM_BITS - max(8, (grouped.shape[-1] - 1).bit_length()))
     found = ((grouped - shift) * (1 / scale)).clamp(-_FAR, form.max_code + _FAR).nan_to_num()
-    found = (found * _STEP).round().long()
-    code = ((found + _STEP // 2) // _STEP).clamp(0, form.max_code)
-    error = importance * (found - _STEP * code)
+    found = (found * step).round().long()
+    code = ((found + step // 2) // step).clamp(0, form.max_code)
+    error = importance * (found - step * code)
     weighted = importance * code
     sums = (x.sum(-1, keepdim=True).float() for x in (importance, weighted, weighted * code, error, error * code))
     sum_w, sum_c, sum_cc, sum_e, sum_ec = sums
     spread = sum_w * sum_cc - sum_c * sum_c
-    stretch = 1 + (sum_w * sum_ec - sum_c * sum_e) / spread * (_STRETCH / _STEP)
-    move = (sum_cc * sum_e - sum_c * sum_ec) / spread * (_STRETCH / _STEP)
+    stretch = 1 + (sum_w * sum_ec - sum_c * sum_e) / spread * (_STRETCH / step)
+    move = (sum_cc * sum_e - sum_c * sum_ec) / spread * (_STRETCH / step)
     sound = (spread > 0) & (stretch > 0)
     return _in_reach(torch.where(sound, scale * stretch, scale), torch.where(sound, shift + scale * move, shift))
 

@@ -89,7 +89,7 @@ __device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], c
   }
 }
 
-// Weights as whole numbers up to 256, a group's largest at least 128, or 1 each; and their sums.
+// Weights as whole numbers up to 64, a group's largest at least 32, or 1 each; and their sums.
 struct Importance {
   int w[E], sum[1][PARTS];
 
@@ -111,7 +111,7 @@ struct Importance {
 #pragma unroll
     for (int j = 0; j < E; ++j) {
       const int exponent = max(-least[0][j % PARTS] >> 23, 27);
-      w[j] = whole(__fmul_rn(weight[j], __int_as_float(261 - exponent << 23)));
+      w[j] = whole(__fmul_rn(weight[j], __int_as_float(259 - exponent << 23)));
       sum[0][j % PARTS] += w[j];
     }
     over_groups<Sum>(sum);
@@ -150,8 +150,8 @@ struct Scales {
   }
 
   __device__ __forceinline__ void refit(const float (&v)[E], const Importance& importance) {
-    constexpr int LOG = 6, STEP = 1 << LOG, FAR = 8, STRETCH = 2;
-    static_assert(D <= 1024, "sums of 32 bits");
+    constexpr int LOG = SIZE <= 256 ? 12 : SIZE <= 512 ? 11 : 10, STEP = 1 << LOG, FAR = 2, STRETCH = 2;
+    static_assert(SIZE <= 1024, "sums of 31 bits");
     int sums[4][PARTS];                       // of weights times codes; that times codes; of weights times errors; that times codes
     float inverse[PARTS];
 #pragma unroll
