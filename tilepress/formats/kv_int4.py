@@ -25,11 +25,8 @@ UNIT_TOKENS = 32  # what a kernel loads at once
 BITS = (4, 8, 16)
 LEAST_SCALE = 2.0**-24  # of float16
 _FLOAT16_MAX = 65504.0
-_SUM_BITS = (
-    20  # of a group's size and of the parts of a step in which a refit counts errors: with the rest, sums have 31
-)
-_FAR = 2  # steps beyond the codes in which errors are told apart
-_STRETCH = 2  # of a refit
+# A refit counts errors in parts of a step, up to _FAR steps beyond the codes: parts times a group's size have so many bits, sums 31.
+_PART_BITS, _FAR, _STRETCH = 20, 2, 2
 
 
 @dataclass(frozen=True)
@@ -220,7 +217,7 @@ def _refitted(
     grouped: Tensor, importance: Tensor, scale: Tensor, shift: Tensor, form: KVFormat
 ) -> tuple[Tensor, Tensor]:
     """grouped [..., heads, G, D / G], scale and shift [..., heads, G, 1] float32 -> better ones, by the errors of the codes that these give."""
-    step = 2 ** (_SUM_BITS - max(8, (grouped.shape[-1] - 1).bit_length()))
+    step = 2 ** (_PART_BITS - max(8, (grouped.shape[-1] - 1).bit_length()))
     found = ((grouped - shift) * (1 / scale)).clamp(-_FAR, form.max_code + _FAR).nan_to_num()
     found = (found * step).round().long()
     code = ((found + step // 2) // step).clamp(0, form.max_code)

@@ -162,16 +162,9 @@ class _Rows:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if tokens == 0:
             return out
-        wide, biases = cos.dtype != key.dtype, any(x is not None for x in weights[:3])
-        shape = (
-            heads,
-            kv_heads,
-            2 * cos.shape[1],
-            self.interleaved,
-            wide,
-            biases,
-            any(x is not None for x in weights[3:]),
-        )
+        wide = cos.dtype != key.dtype
+        biases, norms = (any(x is not None for x in some) for some in (weights[:3], weights[3:]))
+        shape = heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide, biases, norms
         kernel = _kernel(form, key.dtype, how.steps(form), *shape, self.fold)
         kernel(
             pages.device,
