@@ -396,6 +396,7 @@ def _weights(folder):
         (_facts(bits=5), "does not describe"),
         (_facts(bits=16), "does not describe"),
         (_facts(head_dim=0), "does not describe"),
+        (_facts(refits=9), "does not describe"),
         (_facts(clip=[["1", 1], [1, 1]]), "does not describe"),
         (_tensors(lambda t: t.pop("layers.1.key_mean")), "layers.1.key_mean is missing"),
         (_tensors(lambda t: t["layers.0.value_scale"].fill_(float("nan"))), "layers.0.value_scale"),

@@ -124,7 +124,10 @@ def test_reading_back_gives_the_values(form, device):
 
 APPENDED = [
     *FORMS,
-    *(KVFormat(dim, 4, size) for dim, size in ((32, 0), (96, 0), (96, 32), (128, 32), (128, 64), (160, 0), (256, 64))),
+    *(
+        KVFormat(dim, 4, size)
+        for dim, size in ((32, 0), (96, 0), (96, 32), (128, 32), (128, 64), (160, 0), (256, 64), (512, 0), (1024, 0))
+    ),
     *(KVFormat(96, 8), KVFormat(256, 16), KVFormat(128, 4, 64, True)),
 ]
 
@@ -144,6 +147,7 @@ def test_pages_are_the_same_on_a_card(form, dtype):
     plain = None, key_side[1], 1.0
     for rotate, refits, left, right in (
         (False, 0, plain, plain),
+        (False, 1, plain, plain),
         (False, 2, key_side, value_side),
         (form.bits == 4 and not form.static, 3, key_side, value_side),
     ):

@@ -23,6 +23,7 @@ FOLDER = "kv_cache"
 CONFIG_KEY = "tilepress_kv_cache"  # of config.json, names the folder
 FACTS_NAME, TENSORS_NAME = "kv_cache.json", "scales.safetensors"
 VERSION = 1
+_MOST_REFITS = 8
 _AGAIN = "calibrate again: `tilepress compress kv`"
 
 
@@ -115,7 +116,12 @@ def read_facts(folder: Path) -> dict | None:
         )
     numbers = ("bits", "group_size", "head_dim", "kv_heads", "layers", "refits")
     sound = all(type(facts.get(name)) is int and facts[name] >= 0 for name in numbers)
-    sound = sound and facts.get("mode") in ("dynamic", "static") and facts.get("rotation") in ("none", "hadamard")
+    sound = (
+        sound
+        and facts["refits"] <= _MOST_REFITS
+        and facts.get("mode") in ("dynamic", "static")
+        and facts.get("rotation") in ("none", "hadamard")
+    )
     clip = facts.get("clip")
     sound = sound and facts["bits"] in (4, 8) and isinstance(clip, list) and len(clip) == facts["layers"]
     sound = sound and all(

@@ -207,7 +207,7 @@ def quantize_rows(
 
 
 def _importance(weight: Tensor, form: KVFormat) -> Tensor:
-    """Weights [heads, D] as whole numbers [heads, G, D / G] up to 64, a group's largest at least 32."""
+    """Weights [heads, D] as whole numbers [heads, G, D / G] up to 64, a group's largest at least 32 if it is not below 2^-100."""
     weight = weight.unflatten(-1, (form.groups, -1))
     exponent = torch.frexp(weight.amax(-1, keepdim=True).clamp(min=2.0**-100)).exponent
     return torch.ldexp(weight, 6 - exponent).round().long()

@@ -89,7 +89,7 @@ __device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], c
   }
 }
 
-// Weights as whole numbers up to 64, a group's largest at least 32, or 1 each; and their sums.
+// Weights as whole numbers up to 64, a group's largest at least 32 (if it is not below 2^-100), or 1 each; and their sums.
 struct Importance {
   int w[E], sum[1][PARTS];
 
@@ -104,7 +104,7 @@ struct Importance {
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) least[0][p] = 0;
 #pragma unroll
-    for (int j = 0; j < E; ++j) least[0][j % PARTS] = min(least[0][j % PARTS], -(int)weight.words[j]);
+    for (int j = 0; j < E; ++j) least[0][j % PARTS] = min(least[0][j % PARTS], -(int)(weight.words[j] & 0x7fffffff));
     over_groups<Least>(least);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) sum[0][p] = 0;

@@ -1,5 +1,5 @@
 // Queries, keys and values of tokens as projections give them: biases, RMS norm of queries and keys over a head, RoPE; keys and values go into the pages of a
-// cache, as kv_rows.cuh does it, queries into a tensor. To the bit what rope_append.py's reference gives where it is finite.
+// cache, as kv_quantize.cuh does it, queries into a tensor. To the bit what rope_append.py's reference gives where it is finite.
 //
 // A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values, which take longest, are spread among those of queries.
 //
