@@ -290,9 +290,8 @@ def test_rows_without_spread_and_beyond_float16():
     for x in (torch.zeros(1, 1, 32), torch.full((1, 1, 32), 3.0), torch.full((1, 1, 32), -1e-7)):
         back = fake_quantize(x, form, None, None, 1.0, False, 2)
         torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-6)
-    one = torch.ones(1, 1, 32).index_fill_(
-        2, torch.tensor(3), -2.0
-    )  # two numbers, which are exact; a weight of nearly nothing, and of nothing
+    # Two numbers, which are exact; a weight of nearly nothing, and of nothing
+    one = torch.ones(1, 1, 32).index_fill_(2, torch.tensor(3), -2.0)
     for weight in (None, torch.full((1, 32), 1e-38), torch.zeros(1, 32)):
         codes, scales = quantize_rows(one, form, weight, refits=2)
         torch.testing.assert_close(dequantize_rows(codes, scales), one, rtol=1e-3, atol=1e-3)

@@ -372,6 +372,12 @@ def test_the_kernel_keeps_rows_in_registers(arch):
             assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_fold_adds_up(dim):
+    x = torch.randn(5, 3, dim)
+    torch.testing.assert_close(rope_append.fold(x)[..., 0].double(), x.double().sum(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_paths_say_what_serves():
     assert rope_append.path(torch.device("cpu")) == "rope_append reference on cpu"
     assert len({*itertools.chain(Case().parts())}) == 25  # the schema's arguments, the pages aside
