@@ -33,12 +33,13 @@ struct Slots {  // of shared memory: x, tiles, mbarriers
   int count;
 };
 
-struct Size {  // of W
-  int k_blocks, units, tiles;                              // units of a walk
+struct Size {  // of W: units of a row, blocks of PAIRS rows of tiles, which are numbered through all walks, tiles
+  int k_blocks, blocks, tiles; bool one_walk;
 
-  __device__ int tile(int unit, int pair) const {          // of a unit, or -1 for the row block that is not there
-    unit %= units;
-    const int tile = (unit / k_blocks * PAIRS + pair) * k_blocks + unit % k_blocks;
+  __device__ int walk(int block) const { return one_walk ? 0 : block / blocks; }
+  // Of a unit in a block, or -1 for the row block that is not there.
+  __device__ int tile(int block, int unit, int pair) const {
+    const int tile = ((block - walk(block) * blocks) * PAIRS + pair) * k_blocks + unit - block * k_blocks;
     return tile < tiles ? tile : -1;
   }
 };
@@ -58,16 +59,19 @@ struct Extent {  // of a tile among the words
 __device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots, const Share& run, const Size& w, bool again) {
   const int begin = run.begin, end = run.end;
   Position at;
+  int of_words = (end - 1) / w.k_blocks, of_x = of_words;  // blocks, counted: divisions would hold copies up
   Extent now[PAIRS], later[PAIRS];
 #pragma unroll
   for (int p = 0; p < PAIRS; ++p)
-    if (run.last < 0) now[p].look_up(offsets, w.tile(end - 1, p)); else now[p] = {run.first, run.last - run.first};
+    if (run.last < 0) now[p].look_up(offsets, w.tile(of_words, end - 1, p)); else now[p] = {run.first, run.last - run.first};
   const auto copy_words = [&](int unit) {
     const u32 full = slots.full + 8 * at.slot;
     u32 bytes = X_BYTES;
+    const int next = max(unit - 1, begin);
+    if (next < of_words * w.k_blocks) --of_words;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
-      later[p].look_up(offsets, w.tile(max(unit - 1, begin), p));
+      later[p].look_up(offsets, w.tile(of_words, next, p));
       bytes += now[p].count * 16;
     }
     expect(full, bytes);
@@ -78,7 +82,8 @@ __device__ __forceinline__ void load(const uint4* words, const int* offsets, con
     }
   };
   const auto copy_x = [&](int unit, int slot) {
-    const int column = unit % w.k_blocks * 128, row = unit / w.units * NT;
+    if (unit < of_x * w.k_blocks) --of_x;
+    const int column = (unit - of_x * w.k_blocks) * 128, row = w.walk(of_x) * NT;
     const u32 to = slots.x + slot * X_BYTES, full = slots.full + 8 * slot;
     tma_2d(to, x, column, row, full);
     tma_2d(to + X_BYTES / 2, x, column + 64, row, full);
@@ -112,9 +117,10 @@ template <class F> __device__ __forceinline__ void consume(const Slots& slots, c
                                                            int m, const Size& w) {
   const int warp = threadIdx.x / 32 % 8, pair = parts.mine / 2, lane = threadIdx.x % 32, begin = cut(number), end = cut(number + 1);
   Position at;
-  for (int unit = end; unit > begin;) {
-    const int start = (unit - 1) / w.k_blocks * w.k_blocks, stop = max(begin, start), tile = w.tile(start, pair);
-    if (PAIRS > 1 && tile < 0) {
+  int block = (end - 1) / w.k_blocks;
+  for (int unit = end; unit > begin; --block) {
+    const int start = block * w.k_blocks, stop = max(begin, start);
+    if (PAIRS > 1 && w.tile(block, start, pair) < 0) {
       for (; unit > stop; --unit) {
         wait(slots.full + 8 * at.slot, at.phase);
         if (lane == 0) arrive(slots.empty + 8 * at.slot);
@@ -138,7 +144,8 @@ template <class F> __device__ __forceinline__ void consume(const Slots& slots, c
     if (lane == 0) arrive(before);
     if (has_end) {
       if (stop > start) parts.add(acc, start, number, cut, GROUP_BARRIER + parts.mine);
-      const int column = start / w.units * NT, row = tile / w.k_blocks * ROWS + warp * 16, mine = row + lane / 4;
+      const int walk = w.walk(block), column = walk * NT;
+      const int row = ((block - walk * w.blocks) * PAIRS + pair) * ROWS + warp * 16, mine = row + lane / 4;
       const float b = bias_of(bias, mine, m), below = bias_of(bias, mine + 8, m);
       const float s = INT8 ? bias_of(scale, mine, m) * INT8_FACTOR : 1.f, below_s = INT8 ? bias_of(scale, mine + 8, m) * INT8_FACTOR : 1.f;
       write_m64(acc, row, y + (u64)column * m, n - column, m, [=](float sum, bool is_below, int) {
@@ -159,8 +166,9 @@ tiled_bitmap_spmm(const uint4* words, const int* offsets, const int* all_cuts, c
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const Size w = {k_blocks, units, tiles};
-  const int blocks = gridDim.x / walks, number = blockIdx.x % walks * blocks + blockIdx.x / walks;    // blocks of a walk
+  const Size w = {k_blocks, (m + PAIRS * ROWS - 1) / (PAIRS * ROWS), tiles, walks == 1};
+  const int blocks = w.one_walk ? gridDim.x : gridDim.x / walks;           // of a walk
+  const int number = w.one_walk ? blockIdx.x : blockIdx.x % walks * blocks + blockIdx.x / walks;
   Slots slots;
   slots.count = slot_count; slots.tile_bytes = tile_bytes;
   slots.x = base; slots.tiles = base + slot_count * X_BYTES;

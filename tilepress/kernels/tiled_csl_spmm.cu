@@ -57,8 +57,10 @@ struct Cuts {  // where blocks' runs begin, which are equal in bytes: tiles, and
 #define CUTS_PARAMETER const __grid_constant__ Cuts cuts,
 #endif
 
-struct Run {  // a block's tiles, numbered through all passes over W
-  int begin, end, k_blocks, tiles_of_w;
+struct Run {  // a block's tiles, numbered through all walks, as row blocks are; of W: tiles of a row, row blocks
+  int begin, end, k_blocks, row_blocks;
+
+  __device__ int walk(int row_block) const { return OWN_X ? row_block / row_blocks : 0; }
 };
 
 struct Bars {  // mbarriers, by address: of windows and of slots of x
@@ -175,12 +177,15 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
 }
 
 __device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 slots, const Bars& bars) {
+  int row_block = (run.end - 1) / run.k_blocks;            // counted: a division for each tile would hold x up
   int slot = 0;
   u32 phase = 1;
+  wait_for_grid();
   for (int tile = run.end; tile-- > run.begin;) {
+    if (tile < row_block * run.k_blocks) --row_block;
     wait(bars.x_empty + 8 * slot, phase);
     expect(bars.x_full + 8 * slot, X_BYTES);
-    tma_2d(slots + slot * X_BYTES, x, tile % run.k_blocks * 64, tile / run.tiles_of_w * NT, bars.x_full + 8 * slot);
+    tma_2d(slots + slot * X_BYTES, x, (tile - row_block * run.k_blocks) * 64, run.walk(row_block) * NT, bars.x_full + 8 * slot);
     if (++slot == X_SLOTS) { slot = 0; phase ^= 1; }
   }
 }
@@ -231,8 +236,9 @@ template <class F> __device__ __forceinline__ void consume(const Run& run, u32 w
   const int consumer = parts.mine, thread = threadIdx.x & 127, lane = thread & 31;
   int slot = 0, x_slot = 0;
   u32 phase = 0, x_phase = 0;
-  for (int tile = run.end; tile > run.begin;) {
-    const int start = (tile - 1) / run.k_blocks * run.k_blocks, stop = max(run.begin, start);
+  int row_block = (run.end - 1) / run.k_blocks;
+  for (int tile = run.end; tile > run.begin; --row_block) {
+    const int start = row_block * run.k_blocks, stop = max(run.begin, start);
     const bool has_end = tile == start + run.k_blocks;
     float acc[ACC];
 #pragma unroll
@@ -258,7 +264,7 @@ template <class F> __device__ __forceinline__ void consume(const Run& run, u32 w
     give_back();
     if (has_end) {
       if (stop > start) parts.add(acc, start, blockIdx.x, cut, CONSUMER_BARRIER + consumer);
-      const int column = start / run.tiles_of_w * NT, row = start % run.tiles_of_w / run.k_blocks * ROWS + consumer * (M64 * 64);
+      const int walk = run.walk(row_block), column = walk * NT, row = (row_block - walk * run.row_blocks) * ROWS + consumer * (M64 * 64);
       write(acc, row, bias, y + (u64)column * m, n - column, m, thread);
     } else {
       parts.store(acc, blockIdx.x);
@@ -291,7 +297,7 @@ tiled_csl_spmm(const uint4* words, const int* offsets, CUTS_PARAMETER const __gr
   const auto& cut = equal;
 #endif
   launch_dependents();
-  const Run run = {equal(blockIdx.x), equal(blockIdx.x + 1), k_blocks, tiles_of_w};
+  const Run run = {equal(blockIdx.x), equal(blockIdx.x + 1), k_blocks, (m + ROWS - 1) / ROWS};
   const Parts parts = {sums, left, ticket, CONSUMERS, warp < FIRST_PRODUCER ? warp / 4 : 0};
   if (warp < FIRST_PRODUCER) {
     if (threadIdx.x == 0) {
@@ -324,10 +330,7 @@ tiled_csl_spmm(const uint4* words, const int* offsets, CUTS_PARAMETER const __gr
   }
   bars_ready();
   if (warp == LOADER) {
-    if (lane == 0) {
-      wait_for_grid();
-      load_x(&x, run, base + X_AT, bars);
-    }
+    if (lane == 0) load_x(&x, run, base + X_AT, bars);
   } else if (CONSUMERS == 1 && run.end % k_blocks && run.end > run.begin) {  // the herald: the rows at the run's end belong to the next block too
     bar_sync(HERALD_BARRIER, 128 + 32);
     if (lane == 0) parts.announce(blockIdx.x);
