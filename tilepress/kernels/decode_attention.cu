@@ -132,7 +132,7 @@ struct Sum {                                  // of parts of a head; at first, o
         for (int k = 0; k < BATCH; ++k)
 #pragma unroll
           for (int i = 0; i < CHANNELS / 2; ++i) found[k][i] = find_word(&part(k)->channels[head][i][lane]);
-        log = find_word(&part(min(lane, BATCH - 1))->log[head]);
+        log = find_word(&part(lane % BATCH)->log[head]);
         are_there = log.ticket == ticket;
 #pragma unroll
         for (int k = 0; k < BATCH; ++k)
@@ -140,12 +140,12 @@ struct Sum {                                  // of parts of a head; at first, o
           for (int i = 0; i < CHANNELS / 2; ++i) are_there &= found[k][i].ticket == ticket;
         are_there = __all_sync(ALL, are_there);
       }
-      if (lane >= min(count, BATCH)) log.value.x = __int_as_float(0xff800000);
-      const float higher = fmaxf(most, warp_max(log.value.x)), shrink = exp2_of(most - higher), by = exp2_of(log.value.x - higher);
-      most = higher; weight = weight * shrink + warp_sum(by); channels.scale(shrink);
+      if (lane % BATCH >= count) log.value.x = __int_as_float(0xff800000);
+      const float higher = fmaxf(most, warp_max(log.value.x, 1, BATCH)), shrink = exp2_of(most - higher), by = exp2_of(log.value.x - higher);
+      most = higher; weight = weight * shrink + warp_sum(by, 1, BATCH); channels.scale(shrink);
 #pragma unroll
       for (int k = 0; k < BATCH; ++k) {
-        const float f = __shfl_sync(ALL, by, k);           // 0 of what is no part
+        const float f = BATCH == 1 ? by : __shfl_sync(ALL, by, k);       // 0 of what is no part
 #pragma unroll
         for (int i = 0; i < CHANNELS / 2; ++i) { channels.of[2 * i] += f * found[k][i].value.x; channels.of[2 * i + 1] += f * found[k][i].value.y; }
       }
