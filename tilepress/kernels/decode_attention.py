@@ -137,7 +137,7 @@ class Configuration:
 
 
 _STAGES = 2  # units on their way to each warp
-_MANY = 4096  # tokens of a block that are worth longer units
+_MANY = 16384  # tokens of a block that are worth longer units
 _MOST = 1024  # sequences of a launch
 _SPARE = 256  # counters that are made at once
 _COUNTER_BYTES = 32
