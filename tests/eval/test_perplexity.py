@@ -77,7 +77,7 @@ def test_strided_recipe_scores_every_token_once(model, tokenizer, tmp_path, ids)
         if end == len(again):
             break
     assert found["tokens"] == len(again) - 1 == len(losses)
-    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_strided_without_overlap_scores_what_has_something_before_it(model, tokenizer, text):
