@@ -172,6 +172,19 @@ def test_lengths(form, lengths, heads, group):
 
 
 @gpu
+@pytest.mark.parametrize(
+    "form", [KVFormat(128), KVFormat(128, 4, 0, True), KVFormat(64, 8)], ids=lambda f: f"{f.head_dim} {f.name}"
+)
+def test_units_of_64_tokens(form, monkeypatch):
+    """Which many tokens are otherwise needed for."""
+    monkeypatch.setattr(decode_attention, "_MANY", 0)
+    assert decode_attention.shape_for(form, 1, 1) == (8, 64)
+    case = Case(form, [9000, 1, 63, 64, 65, 0, 700] * 3, 2, "cuda")
+    query = case.query(5, torch.bfloat16)
+    case.check(query, case.run(query))
+
+
+@gpu
 @pytest.mark.parametrize("form", [KVFormat(128), KVFormat(128, 8), KVFormat(64, 4, 32)], ids=lambda f: f.name)
 @pytest.mark.parametrize("size", [0.02, 1.0])
 def test_what_is_far_below_a_sink_counts(form, size):
