@@ -50,7 +50,7 @@ def test_gptq_recipe_against_float64(model, tokenizer, text, ids):
         window = ids[256 * w : 256 * (w + 1)]
         logp = log_probabilities(model, window)
         losses.append([-float(logp[i, window[i + 1]]) for i in range(255)])
-    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found["nll"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
     assert found["nll_stderr"] == pytest.approx(np.mean(losses, 1).std(ddof=1) / math.sqrt(3), rel=1e-4)
     assert (found["tokens"], found["windows"]) == (765, 3)

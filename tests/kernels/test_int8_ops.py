@@ -1,5 +1,10 @@
 """INT8 ops: integers exact, roundings those of transformers' own modules, opcheck, fullgraph compile."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +27,26 @@ def test_int_mm_is_exact(m, n, k, device):
     x, weight = codes(m, k, device=device), codes(n, k, seed=1, device=device)
     expected = x.cpu().numpy().astype(np.int64) @ weight.cpu().numpy().astype(np.int64).T
     assert np.array_equal(w8a8_gemm.int_mm(x, weight).cpu().numpy(), expected)
+
+
+OLD_CPU = """
+import torch
+from tilepress.kernels import w8a8_gemm
+print(w8a8_gemm.path(torch.device("cpu"), torch.float32, torch.float32, 8, 8))
+x = torch.full((3, 70), 127, dtype=torch.int8)
+assert w8a8_gemm.int_mm(x, x).unique().tolist() == [70 * 127 * 127]
+"""
+
+
+def test_int_mm_is_exact_without_vnni(monkeypatch):
+    """Where torch's own product is not, which oneDNN shows when it is held to old instructions before it is first used."""
+    env = os.environ | {"ONEDNN_MAX_CPU_ISA": "SSE41"}
+    ran = subprocess.run([sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=env)
+    how = "float32" if platform.machine() == "x86_64" else "torch._int_mm"
+    assert (ran.returncode, ran.stdout) == (0, f"w8a8_gemm reference ({how}) on cpu\n"), ran.stderr
+    monkeypatch.setattr(w8a8_gemm, "cpu_adds_exactly", lambda: False)
+    test_int_mm_is_exact(33, 130, 2500, "cpu")
+    test_int_mm_is_exact_at_the_extremes()
 
 
 def test_int_mm_is_exact_at_the_extremes():

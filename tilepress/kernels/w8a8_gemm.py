@@ -1,7 +1,7 @@
 """y = (x_q - zero_point) w_q^T * s_x * s_w + bias on integers: the op `tilepress::w8a8_gemm`, its reference and its CUDA kernels.
 
 All multiply int8 by int8 into int32, which is exact: the zero point is taken off as an integer too. Scales and bias follow in float32, one operation after
-the other, and one rounding to the output's dtype; so kernels and reference (`torch._int_mm`) give the same bits. On sm_90 runs w8a8_gemm.cu; other
+the other, and one rounding to the output's dtype; so kernels and reference (`int_mm`) give the same bits. On sm_90 runs w8a8_gemm.cu; other
 cards from sm_80 on, k that is no multiple of 16, n that is none of 8 and memory that is not 16-byte aligned have w8a8_mma.cu. Outputs of other dtypes than
 bfloat16 and float16 have the reference.
 """
@@ -27,9 +27,20 @@ library.define(
 
 
 _MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
+_MOST_IN_FLOAT = (1 << 24) // (128 * 128)  # the same, that float32 holds
 _MOST_WITH_ZERO_POINT = (1 << 31) // (128 * 255) - 1  # the same of x's codes less their zero point
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh counts them
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
+
+
+@functools.cache
+def cpu_adds_exactly() -> bool:
+    """Whether torch._int_mm does on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
+    for value in (127, -128):
+        x = torch.full((32, 64), value, dtype=torch.int8)
+        if not all(bool((torch._int_mm(a, x.t()) == 64 * value**2).all()) for a in (x, x[:1])):
+            return False
+    return True
 
 
 def int_mm(x: Tensor, weight: Tensor) -> Tensor:
@@ -37,6 +48,9 @@ def int_mm(x: Tensor, weight: Tensor) -> Tensor:
     if x.shape[1] > _MOST:
         parts = zip(x.split(_MOST, 1), weight.split(_MOST, 1), strict=True)
         return sum(int_mm(a, b).long() for a, b in parts)
+    if x.device.type == "cpu" and not cpu_adds_exactly():
+        parts = zip(x.split(_MOST_IN_FLOAT, 1), weight.split(_MOST_IN_FLOAT, 1), strict=True)
+        return sum((a.float() @ b.float().t()).int() for a, b in parts)
     rows, cols = x.shape[0], weight.shape[0]
     if x.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8
         k = -x.shape[1] % 8
@@ -314,5 +328,6 @@ def _(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype):
 def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> str:
     """Which implementation serves a weight int8 [n, k] on a device: what results report."""
     if not _served(device, out_dtype, (scale_dtype,), k):
-        return f"w8a8_gemm reference (torch._int_mm) on {device.type}{jit.why_not(device) or ''}"
+        how = "torch._int_mm" if device.type != "cpu" or cpu_adds_exactly() else "float32"
+        return f"w8a8_gemm reference ({how}) on {device.type}{jit.why_not(device) or ''}"
     return f"{'w8a8_gemm' if uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"
