@@ -27,7 +27,6 @@ library.define(
 
 
 _MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
-_MOST_IN_FLOAT = (1 << 24) // (128 * 128)  # the same, that float32 holds
 _MOST_WITH_ZERO_POINT = (1 << 31) // (128 * 255) - 1  # the same of x's codes less their zero point
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh counts them
 SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
@@ -37,7 +36,7 @@ SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for e
 def cpu_adds_exactly() -> bool:
     """Whether torch._int_mm does on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
     for value in (127, -128):
-        x = torch.full((32, 64), value, dtype=torch.int8)
+        x = torch.full((32, 64), value, dtype=torch.int8, device="cpu")
         if not all(bool((torch._int_mm(a, x.t()) == 64 * value**2).all()) for a in (x, x[:1])):
             return False
     return True
@@ -49,8 +48,8 @@ def int_mm(x: Tensor, weight: Tensor) -> Tensor:
         parts = zip(x.split(_MOST, 1), weight.split(_MOST, 1), strict=True)
         return sum(int_mm(a, b).long() for a, b in parts)
     if x.device.type == "cpu" and not cpu_adds_exactly():
-        parts = zip(x.split(_MOST_IN_FLOAT, 1), weight.split(_MOST_IN_FLOAT, 1), strict=True)
-        return sum((a.float() @ b.float().t()).int() for a, b in parts)
+        x = x.double()  # exact, and no autocast takes it for less; some rows of the weight at a time, to spare memory
+        return torch.cat([(x @ part.double().t()).int() for part in weight.split(1024)], 1)
     rows, cols = x.shape[0], weight.shape[0]
     if x.is_cuda:  # cuBLAS wants more than 16 rows, and multiples of 8
         k = -x.shape[1] % 8
@@ -328,6 +327,6 @@ def _(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype):
 def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> str:
     """Which implementation serves a weight int8 [n, k] on a device: what results report."""
     if not _served(device, out_dtype, (scale_dtype,), k):
-        how = "torch._int_mm" if device.type != "cpu" or cpu_adds_exactly() else "float32"
+        how = "torch._int_mm" if device.type != "cpu" or cpu_adds_exactly() else "float64"
         return f"w8a8_gemm reference ({how}) on {device.type}{jit.why_not(device) or ''}"
     return f"{'w8a8_gemm' if uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"
