@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tilepress.demo.shapes import DENSE, Artifact, config_of, random_model
+from tilepress.bench.shapes import DENSE, Artifact, config_of, random_model
 
 DOCUMENTS, TOKENS = 256, 4096  # of the text
 

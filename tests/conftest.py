@@ -11,27 +11,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
-from commands import Commands
-from ranks import Ranks
-from stock import Stock
+from support.commands import Commands
+from support.ranks import Ranks
+from support.stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tilepress import demo, screen
-from tilepress.cli import _explain, app
-from tilepress.compress.calibration import Text
-from tilepress.compress.finish import finish
-from tilepress.compress.kv import KVRecipe
-from tilepress.compress.plan import Recipe, make_plan, open_output
-from tilepress.compress.prune import PruneRecipe
-from tilepress.compress.quantize import QuantizeRecipe
-from tilepress.compress.shards import run_shards
-from tilepress.formats.checkpoint import Checkpoint, read_manifest
-from tilepress.formats.kv_calibration import uncalibrated
-from tilepress.formats.kv_int4 import KVFormat
-from tilepress.runtime import kv_cache
-from tilepress.runtime.loader import load
+from support.artifacts import CARD, STACKED, WIDE_OPT, few_words, prune
+
+from tilepress import demo
+from tilepress.cli import terminal as screen
+from tilepress.cli.app import _explain, app
+from tilepress.text import Text
 
 screen.quiet_libraries()
 
@@ -101,31 +93,6 @@ def two_cards():
     ranks.close()
 
 
-def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:
-    """Writes an artifact through the library; returns the manifest."""
-    checkpoint = Checkpoint(source)
-    targets, left = recipe.find_targets(checkpoint)
-    recipe.check(checkpoint, targets, left)
-    plan = make_plan(checkpoint, output, recipe, targets, left)
-    if open_output(plan, resume, overwrite=False):
-        run_shards(plan, device=device)
-        return finish(plan)
-    return read_manifest(output)
-
-
-def prune(source: Path, output: Path, sparsity: float = 0.6, format: str = "tiled-csl", **settings) -> dict:
-    return run_recipe(PruneRecipe(sparsity, format=format, **settings), source, output)
-
-
-def quantize(source: Path, output: Path, device: str = "cpu", **settings) -> dict:
-    return run_recipe(QuantizeRecipe(**settings), source, output, device)
-
-
-def few_words(nsamples: int = 8, seqlen: int = 64, dataset: Path = demo.TEXT) -> Text:
-    """Text to calibrate random models with."""
-    return Text(str(dataset), nsamples, seqlen)
-
-
 @pytest.fixture(scope="session")
 def tiny() -> Path:
     return demo.MODEL
@@ -154,34 +121,12 @@ def stock(tmp_path_factory):
     process.close()
 
 
-def with_cache(source: Path, form: KVFormat):
-    """The model in float32 with a cache whose rows are quantized by their own extremes."""
-    model = load(source, dtype=torch.float32, kv=False)
-    config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv_cache.install(model, uncalibrated(form, kv_heads, config.num_hidden_layers))
-    return model
-
-
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory, tiny) -> Path:
     """`tiny` pruned to 60 %: read only."""
     path = tmp_path_factory.mktemp("artifact") / "tiny-60"
     prune(tiny, path)
     return path
-
-
-CARD = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE_OPT = {"hidden_size": 256, "ffn_dim": 256, "word_embed_proj_dim": 256, "num_attention_heads": 4}
-ALONE = {  # what an artifact is made by, one after the other
-    "tiled-csl": (lambda source, out: prune(source, out, 0.6, "tiled-csl"),),
-    "tiled-bitmap": (lambda source, out: prune(source, out, 0.6, "tiled-bitmap"),),
-    "int8": (quantize,),
-    "int8 weights": (lambda source, out: quantize(source, out, activations="none"),),
-    "dense": (),
-}
-PACKED = (lambda source, out: run_recipe(KVRecipe(few_words(4, 64)), source, out),)
-STACKED = ALONE | {f"{name}+kv4": (*steps, *PACKED) for name, steps in ALONE.items()}
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +149,7 @@ def made(checkpoint_of, tmp_path_factory):
 @pytest.fixture(scope="session")
 def checkpoint_of(tmp_path_factory):
     """Makes a random checkpoint of a family, once for each request of the same arguments."""
-    from families import build
+    from support.families import build
 
     made = {}
 

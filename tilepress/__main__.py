@@ -1,5 +1,5 @@
 """`python -m tilepress`."""
 
-from tilepress.cli import main
+from tilepress.cli.app import main
 
 main()

@@ -15,8 +15,8 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from tilepress.formats import TilepressError, int8, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint, locate
-from tilepress.runtime import kv_cache
-from tilepress.runtime.plugin import TilepressConfig, register
+from tilepress.runtime.hf import paged_cache as kv_cache
+from tilepress.runtime.hf.plugin import TilepressConfig, register
 
 
 class _CompressedTensors(CompressedTensorsConfig):

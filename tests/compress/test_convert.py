@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import prune, quantize
+from support.artifacts import prune, quantize
 from transformers import AutoModelForCausalLM
 
 from tilepress.formats.checkpoint import Checkpoint

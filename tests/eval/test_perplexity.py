@@ -9,17 +9,17 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from conftest import few_words, prune, quantize, run_recipe
-from fallbacks import refuse_all
-from ranks import command
+from support.artifacts import few_words, prune, quantize, run_recipe
+from support.fallbacks import refuse_all
+from support.ranks import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress.compress.calibration import documents, token_ids
-from tilepress.compress.kv import KVRecipe
+from tilepress.compress.kv.recipe import KVRecipe
 from tilepress.eval.perplexity import Protocol, WindowSums, perplexity
 from tilepress.formats import TilepressError, UsageError
 from tilepress.runtime.loader import paths
+from tilepress.text import documents, token_ids
 
 
 @pytest.fixture(scope="module")

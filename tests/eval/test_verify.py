@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import prune
 from safetensors.torch import load_file, save_file
+from support.artifacts import prune
 
 import tilepress
 from tilepress.eval.inspect import inspect

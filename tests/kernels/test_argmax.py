@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.kernels import argmax, jit
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 

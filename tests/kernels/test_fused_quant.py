@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.kernels import fused_quant, jit
 from tilepress.kernels.fused_quant import ACTIVATIONS, PER_TENSOR, PER_TOKEN

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
 from tilepress.kernels import decode_attention, jit, kv_cache, kv_read  # noqa: F401

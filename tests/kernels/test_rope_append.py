@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama

@@ -5,14 +5,14 @@ import itertools
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.int8 import quantize, weight_scale
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.kernels import jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
 from tilepress.kernels.tiled_bitmap_spmm import COLUMNS, Configuration, blocks_for
-from tilepress.runtime.modules import TiledBitmapLinear
+from tilepress.runtime.linear.sparse import TiledBitmapLinear
 
 ops = torch.ops.tilepress
 SHARED_BYTES = 227 * 1024

@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
 from tilepress.kernels import jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
-from tilepress.runtime.modules import TiledCSLLinear
+from tilepress.runtime.linear.sparse import TiledCSLLinear
 
 ops = torch.ops.tilepress
 H200_BLOCKS, SHARED_BYTES = 132, 227 * 1024

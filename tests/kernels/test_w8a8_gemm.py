@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kernel_costs import cost
+from support.kernel_costs import cost
 
 from tilepress.formats import TilepressError, int8
 from tilepress.kernels import jit, w8a8_gemm, w8a16_gemm

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 import torch
-from conftest import prune
 from safetensors.torch import load_file, save_file
+from support.artifacts import prune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress.experts import SeparateExperts
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.models.experts import SeparateExperts
+from tilepress.runtime.linear.sparse import TiledCSLLinear
 from tilepress.runtime.loader import paths
-from tilepress.runtime.modules import TiledCSLLinear
 
 IDS = torch.arange(40).view(2, 20) + 7
 

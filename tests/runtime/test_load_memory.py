@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import prune, quantize
+from support.artifacts import prune, quantize
 
 from tilepress.formats.checkpoint import Checkpoint
 

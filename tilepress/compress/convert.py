@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilepress.compress.layouts import FORMATS, Compressed, Layout, layout_for
-from tilepress.compress.plan import Recipe
-from tilepress.compress.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
+from tilepress.compress.run.encode import FORMATS, Compressed, Layout, layout_for
+from tilepress.compress.run.plan import Recipe
+from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
 from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
 

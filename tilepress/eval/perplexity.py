@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.calibration import check_vocabulary, check_window, token_ids
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.runtime.kv_cache import PagedCache, cache_mode
+from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
+from tilepress.text import check_vocabulary, check_window, token_ids
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 _MOST_DECODED = 16  # windows at a time

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tilepress.compress.targets import linear_layers
+from tilepress.compress.run.targets import linear_layers
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8, kv_calibration, tiled_bitmap
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (

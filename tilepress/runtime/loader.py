@@ -13,11 +13,12 @@ from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
-from tilepress.runtime import kv_cache, sharding
-from tilepress.runtime.int8 import Int8Linear
-from tilepress.runtime.modules import SparseLinear
-from tilepress.runtime.parallel import TensorParallel
-from tilepress.runtime.plugin import METHOD, register
+from tilepress.runtime.hf import paged_cache as kv_cache
+from tilepress.runtime.hf.plugin import METHOD, register
+from tilepress.runtime.linear.int8 import Int8Linear
+from tilepress.runtime.linear.sparse import SparseLinear
+from tilepress.runtime.parallel import sharding
+from tilepress.runtime.parallel.group import TensorParallel
 
 
 def load(

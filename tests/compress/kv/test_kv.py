@@ -1,0 +1,438 @@
+"""`compress kv`: what it costs, what the sidecar says, stacking, bad input."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.artifacts import few_words, prune, quantize, run_recipe, with_cache
+from support.families import byte_tokenizer
+from support.interruption import stop_anywhere_and_resume
+from support.outliers import add_key_outliers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tilepress
+from tilepress import demo
+from tilepress.compress.kv import search as kv_search
+from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
+from tilepress.compress.kv.recipe import KVRecipe
+from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.verify import verify
+from tilepress.formats import TilepressError, UsageError, kv_calibration
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.kv_calibration import uncalibrated
+from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.runtime.hf import paged_cache as kv_cache
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral"]
+
+
+def calibrate(source, output, text=None, **settings):
+    return run_recipe(KVRecipe(text or few_words(4, 64), **settings), source, output)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory, checkpoint_of):
+    """An artifact to copy."""
+    path = tmp_path_factory.mktemp("calibrated") / "out"
+    calibrate(checkpoint_of("llama"), path)
+    return path
+
+
+def divergence_from(base, model, text, kv="sim", limit=3):
+    dense = tilepress.load(base, dtype=torch.float32, kv=False)
+    scores = perplexity(
+        model, AutoTokenizer.from_pretrained(base), Protocol(str(text), "gptq", 512, None, limit), dense, kv=kv
+    )
+    return scores["kl_divergence"]["mean"], scores["perplexity"] / scores["base"]["perplexity"] - 1
+
+
+@pytest.mark.parametrize(
+    "settings,form,most",
+    [
+        ({}, KVFormat(64), 0.02),
+        ({"group_size": 32}, KVFormat(64, 4, 32), 0.015),
+        ({"bits": 8, "mode": "static"}, None, 0.002),
+        ({"bits": 8}, None, 0.001),
+    ],
+)
+def test_what_it_costs(tiny, tmp_path, halves, settings, form, most):
+    """4 bits: at most 0.6 of the divergence that uncalibrated rows have."""
+    text, held_out = halves
+    calibrate(tiny, tmp_path / "out", replace(text, nsamples=24), **settings)
+    found, increase = divergence_from(tiny, tilepress.load(tmp_path / "out", dtype=torch.float32), held_out)
+    assert increase < most
+    if form is not None:
+        assert found < 0.6 * divergence_from(tiny, with_cache(tiny, form), held_out)[0]
+
+
+def test_key_outliers_ruin_plain_rows_and_calibration_mends_them(tiny, tmp_path, halves):
+    text, held_out = halves
+    source = add_key_outliers(tiny, tmp_path / "outliers")
+    ids = torch.arange(100)[None] + 50
+    with torch.no_grad():
+        plain, moved = (tilepress.load(p, dtype=torch.float32)(ids).logits for p in (tiny, source))
+    torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-3)
+    assert divergence_from(source, with_cache(source, KVFormat(64)), held_out, limit=3)[1] > 5
+    calibrate(source, tmp_path / "out", text)
+    assert divergence_from(source, tilepress.load(tmp_path / "out", dtype=torch.float32), held_out, limit=3)[1] < 0.03
+
+
+def test_static_ranges_hold_beyond_the_calibrated_positions(tiny, tmp_path, halves):
+    """RoPE turns keys on and on: ranges from windows of 64 tokens serve windows of 512."""
+    text, held_out = halves
+    calibrate(tiny, tmp_path / "out", few_words(64, 64, text.dataset), bits=8, mode="static")
+    assert divergence_from(tiny, tilepress.load(tmp_path / "out", dtype=torch.float32), held_out)[1] < 0.003
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", [{}, {"bits": 8, "mode": "static"}], ids=str)
+def test_every_family(checkpoint_of, tmp_path, family, settings):
+    source = checkpoint_of(family)
+    manifest = calibrate(source, tmp_path / "out", **settings)
+    assert [f for check in verify(tmp_path / "out", source) for f in check.findings] == []
+    told, shape = manifest["kv_cache"], attention_shape(Checkpoint(source))
+    assert len(told["report"]) == shape.layers == 2
+    assert told["bytes_per_token_bfloat16"] == 2 * 2 * shape.kv_heads * shape.head_dim * 2
+    assert told["bytes_per_token"] == 2 * 2 * shape.kv_heads * (
+        shape.head_dim // 2 + 4 if not settings else shape.head_dim
+    )
+    for layer in told["report"]:
+        assert 0 < layer["key_error"] < 0.2 and 0 < layer["value_error"] < 0.2 and 0 < layer["output_error"] < 0.25
+        assert ("key_overflow" in layer) == bool(settings)
+    ids = torch.tensor([few_words(1, 40).windows(byte_tokenizer())[0]])
+    model = tilepress.load(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        exact = tilepress.load(source, dtype=torch.float32)(ids, use_cache=False).logits
+        found = model(ids).logits
+    assert 0 < float((found - exact).norm() / exact.norm()) < 0.1
+
+
+def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
+    """Means of keys after RoPE and of values, against the stock cache of the whole model."""
+    source, text = checkpoint_of("llama", torch.float32), few_words(4, 64)
+    calibrate(source, tmp_path / "out", text, rotation="none")
+    found = kv_calibration.load(Checkpoint(tmp_path / "out"))
+    model, keys, values = AutoModelForCausalLM.from_pretrained(source), [], []
+    for window in text.windows(AutoTokenizer.from_pretrained(source)):
+        with torch.no_grad():
+            cache = model(torch.tensor([window])).past_key_values
+        keys.append([layer.keys[0] for layer in cache.layers])
+        values.append([layer.values[0] for layer in cache.layers])
+    for number, sides in enumerate(found.layers):
+        for side, parts in zip(sides, (keys, values), strict=True):
+            seen = torch.cat([layers[number] for layers in parts], 1)
+            torch.testing.assert_close(side.channels[0], seen.mean(1), rtol=1e-4, atol=1e-5)
+            y = (seen - side.channels[0][:, None]) / side.channels[1][:, None]
+            assert float(y.square().mean()) == pytest.approx(1.0, rel=1e-3)
+        key_scale = sides[0].channels[1]
+        torch.testing.assert_close(key_scale[:, :16], key_scale[:, 16:])  # pairs that RoPE rotates
+
+
+def test_pairs():
+    x = torch.arange(8.0)
+    half_apart, neighbours = (AttentionShape(1, 1, 1, 8, interleaved, 6) for interleaved in (False, True))
+    assert by_pairs(x, half_apart, torch.amax).tolist() == [3, 4, 5, 3, 4, 5, 6, 7]
+    assert by_pairs(x, neighbours, torch.amax).tolist() == [1, 1, 3, 3, 5, 5, 6, 7]
+    assert by_pairs(x, half_apart, torch.sum).tolist() == [3, 5, 7, 3, 5, 7, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "family,changes,dim",
+    [("llama", {}, 32), ("gpt2-64", {}, 0), ("stablelm", {}, 8), ("cohere", {}, 32), ("llama", {"head_dim": 64}, 64)],
+)
+def test_what_rope_turns_is_what_the_model_turns(checkpoint_of, tmp_path, family, changes, dim):
+    """Partial rotation by the class's default, none at all, and a config that does not say it has RoPE."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of(family, **changes), source)
+    config = json.loads((source / "config.json").read_text())
+    silent = {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_theta", "partial_rotary_factor")}
+    (source / "config.json").write_text(json.dumps(silent))
+    calibrate(source, tmp_path / "out")
+    facts = kv_calibration.read_facts(tmp_path / "out")
+    assert facts["rotary_dim"] == dim and facts["rope_pairs"] == (
+        "neighbours" if family == "cohere" else "halves" if dim else "none"
+    )
+
+
+def test_the_searchs_attention_is_the_models(checkpoint_of):
+    """Causal, grouped, scaled as the model scales: against torch's own."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 20, 32, generator=generator) for heads in (6, 2, 2))
+    seen = LayerSeen("layer", AttentionShape(1, 6, 2, 32))
+    seen.add(query, key, value, 0.3, keep=True)
+    found = kv_search.attend(seen.samples[0], seen.scaling)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(found.flatten(0, 1)[:, :20], expected[0][:, seen.samples[0].positions])
+
+
+def test_the_grid_is_searched_by_the_outputs_error():
+    """Keys that differ in size by channel: no alpha and clip of the grid, for keys or for values, gives a smaller output error."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(-1, 1, 32)
+    query, key, value = (torch.randn(1, heads, 100, 32, generator=generator) for heads in (4, 2, 2))
+    seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
+    seen.add(query / size, key * size, value * size.flip(0), 0.1, keep=True)
+    form, sample = KVFormat(32), seen.samples[0]
+    exact = kv_search.attend(sample, 0.1)
+
+    def error(sides: dict) -> float:
+        back = {
+            what: fake_quantize(getattr(sample, what).transpose(0, 1), form, *side, False, form.refits).transpose(0, 1)
+            for what, side in sides.items()
+        }
+        return float((kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact).norm() / exact.norm())
+
+    chosen = dict(zip(("key", "value"), kv_search.choose(seen, form, False)[:2], strict=True))
+    for what, side in chosen.items():
+        others = [
+            error({what: kv_search._side(seen, what, form, alpha, clip, False)})
+            for alpha in kv_search.ALPHAS
+            for clip in kv_search.CLIPS[False]
+        ]
+        assert error({what: side}) == pytest.approx(min(others), rel=1e-4) and max(others) > 1.3 * min(others)
+
+
+def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
+    source = checkpoint_of("qwen2", torch.float32, num_attention_heads=2)
+    errors = {}
+    for rotation in ("none", "hadamard", "auto"):
+        report = calibrate(source, tmp_path / rotation, rotation=rotation)["kv_cache"]["report"]
+        errors[rotation] = sum(layer["output_error"] ** 2 for layer in report)
+    assert errors["auto"] == pytest.approx(min(errors["none"], errors["hadamard"]), rel=1e-6)
+    assert errors["none"] != pytest.approx(errors["hadamard"], rel=1e-3)
+    rotated = kv_calibration.read_facts(tmp_path / "auto")["rotation"] == "hadamard"
+    assert rotated == (errors["hadamard"] < errors["none"])
+
+
+def test_error_weights(checkpoint_of, tmp_path):
+    """Of a value its scale squared; of a key also the power of the queries that meet it; a mean of 1 in each head."""
+    calibrate(checkpoint_of("llama"), tmp_path / "out", rotation="none")
+    for keys, values in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
+        expected = values.channels[1].square()
+        torch.testing.assert_close(values.channels[2], expected / expected.mean(-1, keepdim=True))
+        power = keys.channels[2] / keys.channels[1].square()
+        assert float(power.std(-1).min()) > 0 and torch.allclose(keys.channels[2].mean(-1), torch.ones(2))
+
+
+def test_weights_are_linked_and_other_commands_leave_the_calibration_behind(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama")
+    calibrate(source, tmp_path / "kv")
+    for shard in Checkpoint(source).shards:
+        assert any(os.path.samefile(source / shard, path) for path in (tmp_path / "kv").glob("*.safetensors"))
+    before = (source / "config.json").read_bytes()
+    ran = cli("compress", "prune", tmp_path / "kv", "-o", tmp_path / "pruned", "--sparsity", "0.5")
+    assert ran.code == 0 and "run `compress kv` again" in ran.err
+    assert not (tmp_path / "pruned" / "kv_cache").exists()
+    assert "tilepress_kv_cache" not in json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert before == (source / "config.json").read_bytes()
+    assert (
+        cli(
+            "compress",
+            "kv",
+            tmp_path / "kv",
+            "-o",
+            tmp_path / "again",
+            "--dataset",
+            demo.TEXT,
+            "--nsamples",
+            2,
+            "--seqlen",
+            64,
+        ).code
+        == 0
+    )
+    assert all(check.passed for check in verify(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("first", ["prune", "quantize"])
+def test_it_stacks(checkpoint_of, tmp_path, first):
+    source = checkpoint_of("llama")
+    (prune if first == "prune" else quantize)(source, tmp_path / "one")
+    calibrate(tmp_path / "one", tmp_path / "two")
+    assert [f for check in verify(tmp_path / "two") for f in check.findings] == []
+    assert (
+        Checkpoint(tmp_path / "two").config["quantization_config"]
+        == Checkpoint(tmp_path / "one").config["quantization_config"]
+    )
+    ids, one, two = torch.arange(30)[None] + 3, tilepress.load(tmp_path / "one"), tilepress.load(tmp_path / "two")
+    leaves = [{type(m) for m in model.modules() if not list(m.children())} for model in (one, two)]
+    assert leaves[0] == leaves[1]  # attention is of a subclass in one of them
+    with torch.no_grad():
+        found, expected = (m(ids, use_cache=True).logits.float() for m in (two, one))
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.1
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert two.generate(ids, **options).shape == (1, 35)
+
+
+def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, monkeypatch):
+    def nothing_loads(output):
+        if not (output / "config.json").exists():
+            with pytest.raises(TilepressError):
+                tilepress.load(output)
+
+    source = checkpoint_of("llama", shard_size="1MB")
+    assert stop_anywhere_and_resume(KVRecipe(few_words(2, 32)), source, tmp_path, monkeypatch, nothing_loads) > 5
+
+
+def test_the_command(checkpoint_of, tmp_path, cli):
+    source = checkpoint_of("llama")
+    words = ["compress", "kv", source, "-o", tmp_path / "out", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
+    plan = cli(*words, "--dry-run")
+    assert plan.code == 0 and "nothing was written" in plan.out and not (tmp_path / "out").exists()
+    ran = cli(*words, "--memory", "2")
+    told = json.loads((tmp_path / "out" / "tilepress.json").read_text())["kv_cache"]
+    assert ran.code == 0 and f"{told['bytes_per_token_bfloat16']:,} -> {told['bytes_per_token']:,} bytes" in ran.out
+    assert f"2 GiB     {2 * told['tokens_per_gib_bfloat16']:,} -> {2 * told['tokens_per_gib']:,} tokens" in ran.out
+    assert f"{told['bytes_per_token']:,} bytes a token" in (tmp_path / "out" / "README.md").read_text()
+    assert f"-> {told['bytes_per_token']:,} bytes" in cli("inspect", tmp_path / "out").out
+    assert cli("inspect", tmp_path / "out", "--json").json["kv_cache"]["bytes_per_token"] == told["bytes_per_token"]
+    measure = ["eval", "perplexity", tmp_path / "out", "--dataset", demo.TEXT, "--seqlen", 64, "--limit", 2]
+    measured = {kv: cli(*measure, "--kv", kv, "--json").json for kv in ("decode", "sim", "off")}
+    assert abs(measured["decode"]["kv_cache"]["decode_over_sim"]) < 0.01
+    assert all(result["protocol"]["kv"] == kv for kv, result in measured.items())
+    default = cli(*measure)
+    assert measured["sim"]["nll"] != measured["off"]["nll"] and "inside an ordinary forward pass" in default.out
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--bits", "3"], "--bits 3"),
+        (["--mode", "both"], "--mode both"),
+        (["--rotation", "yes"], "--rotation yes"),
+        (["--rotation", "hadamard", "--mode", "static"], "goes with 4 bits"),
+        (["--group-size", "48"], "groups of 48"),
+        (["--group-size", "64"], "groups of 64 do not divide the head dimension 32"),
+        (["--seqlen", "99999"], "use --seqlen"),
+        (["--dataset", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message):
+    given = {"--dataset": demo.TEXT, "--nsamples": 2, "--seqlen": 64} | dict(zip(words[::2], words[1::2], strict=True))
+    flags = [word for pair in given.items() for word in pair]
+    ran = cli("compress", "kv", checkpoint_of("llama"), "-o", tmp_path / "out", *flags)
+    assert ran.code == 2 and message in ran.err and len(ran.err.strip().splitlines()) == 2, ran.err
+    with pytest.raises(TilepressError):
+        tilepress.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "family,changes,message",
+    [
+        ("mistral", {}, "sliding windows"),
+        ("llama", {"head_dim": 40}, "no multiple of 32"),
+        ("falcon", {}, "common way"),
+    ],
+)
+def test_attention_that_the_cache_does_not_serve(checkpoint_of, tmp_path, family, changes, message):
+    with pytest.raises(UsageError) as error:
+        calibrate(checkpoint_of(family, **changes), tmp_path / "out")
+    assert message in error.value.message and "leave this model's cache" in error.value.hint
+
+
+def test_too_little_text_is_refused(checkpoint_of, tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    with pytest.raises(UsageError, match="too few to calibrate on"):
+        calibrate(checkpoint_of("llama"), tmp_path / "out", few_words(2, 32, tmp_path / "short.txt"))
+
+
+def test_keys_that_are_not_finite_name_the_layer(checkpoint_of, tmp_path):
+    source = tmp_path / "bad"
+    shutil.copytree(checkpoint_of("llama", torch.float32, shard_size="10MB"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] *= 1e38
+    tensors["model.layers.1.input_layernorm.weight"] *= 1e38
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TilepressError, match=r"keys of model.layers.1 are not finite"):
+        calibrate(source, tmp_path / "out")
+
+
+def _facts(**changes):
+    def change(folder):
+        path = folder / "kv_cache" / "kv_cache.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _tensors(change_tensors):
+    def change(folder):
+        path = folder / "kv_cache" / "scales.safetensors"
+        tensors = load_file(path)
+        change_tensors(tensors)
+        path.unlink()
+        save_file(tensors, path)
+
+    return change
+
+
+def _weights(folder):
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    first = sorted(tensors)[0]
+    tensors[first] = tensors[first] + 1
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_weights, "belongs to other weights"),
+        (_facts(format_version=9), "format version 9"),
+        (_facts(layers=3), "does not describe"),
+        (_facts(clip=[[0, 1], [1, 1]]), "does not describe"),
+        (_facts(kv_heads=4), "not float32"),
+        (_facts(bits=5), "does not describe"),
+        (_facts(bits=16), "does not describe"),
+        (_facts(head_dim=0), "does not describe"),
+        (_facts(refits=9), "does not describe"),
+        (_facts(clip=[["1", 1], [1, 1]]), "does not describe"),
+        (_tensors(lambda t: t.pop("layers.1.key_mean")), "layers.1.key_mean is missing"),
+        (_tensors(lambda t: t["layers.0.value_scale"].fill_(float("nan"))), "layers.0.value_scale"),
+        (_tensors(lambda t: t["layers.0.value_scale"].fill_(0)), "that no calibration gives"),
+        (_tensors(lambda t: t["layers.0.key_weight"].fill_(-1)), "that no calibration gives"),
+        (_tensors(lambda t: t.update({"layers.9.key_mean": t["layers.0.key_mean"].clone()})), "of no layer"),
+        (lambda folder: shutil.rmtree(folder / "kv_cache"), "kv_cache.json is missing"),
+    ],
+)
+def test_sidecars_of_other_models_and_damaged_ones_are_refused(calibrated, tmp_path, cli, change, message):
+    shutil.copytree(calibrated, tmp_path / "out")
+    change(tmp_path / "out")
+    with pytest.raises(TilepressError, match=message):
+        tilepress.load(tmp_path / "out")
+    assert cli("verify", tmp_path / "out").code == 3
+    assert tilepress.load(tmp_path / "out", kv=False) is not None
+
+
+def test_the_hash_is_of_the_weights_and_not_of_their_files(checkpoint_of):
+    split, whole = (Checkpoint(checkpoint_of("llama", shard_size=size)) for size in ("200KB", "10MB"))
+    assert len(split.shards) > len(whole.shards) == 1
+    assert kv_calibration.weights_hash(split) == kv_calibration.weights_hash(whole)
+    assert kv_calibration.weights_hash(split) != kv_calibration.weights_hash(Checkpoint(checkpoint_of("qwen2")))
+
+
+def test_a_model_of_another_shape_is_refused(checkpoint_of):
+    model = tilepress.load(checkpoint_of("llama"))
+    for form, layers, message in (
+        (KVFormat(32), 3, "3 layers with 2 KV heads of 32"),
+        (KVFormat(64), 2, "KV heads of 64, the model"),
+    ):
+        with pytest.raises(TilepressError, match=message):
+            kv_cache.install(model, uncalibrated(form, 2, layers))
+
+
+def test_kv_modes_need_a_calibration(tiny, cli):
+    ran = cli("eval", "perplexity", tiny, "--dataset", demo.TEXT, "--limit", 1, "--seqlen", 64, "--kv", "sim")
+    assert ran.code == 2 and "no calibrated cache" in ran.err
+    assert "--kv bits is unknown" in cli("eval", "perplexity", tiny, "--dataset", demo.TEXT, "--kv", "bits").err

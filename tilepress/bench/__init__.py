@@ -1,0 +1,1 @@
+"""Times kernels, decode loops and models of well-known shapes."""

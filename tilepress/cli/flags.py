@@ -1,0 +1,236 @@
+"""The flags that several commands share, and what their texts mean. One spelling each; torch only where a value needs it."""
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
+
+import typer
+
+from tilepress.formats import UsageError
+
+if TYPE_CHECKING:
+    from tilepress.text import Text
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
+Memory = Annotated[
+    float, typer.Option(metavar="GIB", min=0.001, help="For the attention cache: tells the context that fits.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in DIR.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show layers, sizes, memory and disk; write nothing.")]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Leave matching layers dense; repeatable. A name, a glob, or re:REGEX.  [default: lm_head]",
+        show_default=False,
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Local processes, each a shard at a time.")]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="This worker of several.  [default: RANK, SLURM_PROCID or JOB_COMPLETION_INDEX]", show_default=False
+    ),
+]
+WorldSize = Annotated[
+    int | None, typer.Option(min=1, help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|HUB_ID",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].  [default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
+        show_default=False,
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Windows of text.  [default: 128]", show_default=False)]
+Seqlen = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
+]
+Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+Blocks = Annotated[
+    bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
+]
+CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
+
+
+@dataclass(frozen=True)
+class Making:
+    """The flags of every command that makes an artifact."""
+
+    workers: ClassVar[int] = 1
+    rank: ClassVar[int | None] = None
+    world_size: ClassVar[int | None] = None
+    device: Device = "auto"
+    overwrite: Overwrite = False
+    resume: Resume = False
+    dry_run: DryRun = False
+    trust_remote_code: Trust = False
+    revision: Revision = None
+    json_: Json = False
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True)
+class Writing(Making):
+    """Those of commands that write weights, alone or among several workers."""
+
+    ignore: Ignore = None
+    workers: Workers = 1
+    rank: Rank = None
+    world_size: WorldSize = None
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self.ignore or ("lm_head",))
+
+
+def takes(flags: type) -> Callable:
+    """Gives a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
+    hints = get_type_hints(flags, include_extras=True)
+    fields = dataclasses.fields(flags)
+    hints = {field.name: hints[field.name] for field in fields}
+    more = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields
+    ]
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def run(**words):
+            return command(
+                **{k: v for k, v in words.items() if k not in hints}, how=flags(**{k: words[k] for k in hints})
+            )
+
+        signature = inspect.signature(command)
+        own = [parameter for name, parameter in signature.parameters.items() if name != "how"]
+        run.__signature__ = signature.replace(parameters=own + more)
+        run.__annotations__ = {p.name: p.annotation for p in own + more}
+        return run
+
+    return decorate
+
+
+def calibration_text(
+    text_config: dict, dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int
+) -> "Text":
+    """What the flags of calibration ask for; what is not given has its default."""
+    from tilepress.text import Text
+
+    return Text(
+        CALIBRATION_TEXT if dataset is None else dataset,
+        128 if nsamples is None else nsamples,
+        default_seqlen(text_config) if seqlen is None else seqlen,
+        seed,
+    )
+
+
+def default_seqlen(text_config: dict) -> int:
+    """2048, or what the model's positions allow."""
+    from tilepress.text import max_positions
+
+    return min(2048, max_positions(text_config) or 2048)
+
+
+def parse_device(name: str) -> str:
+    """cpu, cuda or cuda:N as torch takes it; auto is the first card there is, else the CPU."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= cards:
+        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
+    return name
+
+
+def parse_dtype(name: str):
+    """The torch dtype of that name; None for auto."""
+    import torch
+
+    known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in known:
+        raise UsageError(f"--dtype {name} is unknown", f"choose one of {', '.join(known)}")
+    return known[name]
+
+
+def parse_share(text: str) -> float:
+    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
+    try:
+        percent = text.strip().endswith("%")
+        value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf") or (value > 1 and not percent):
+        raise UsageError(f"{text!r} is no share", "write 5% or 0.05")
+    return value
+
+
+def parse_sparsities(text: str) -> list[float]:
+    """0.6, or 0.5,0.6,0.7. Whether they are in range is the recipe's to say."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            f"--sparsity {text!r} is no number", "0.6 prunes 60 % of the weights: --sparsity 0.6"
+        ) from error
+
+
+def parse_list(text: str, what: str) -> list[int]:
+    """1,8,16."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise UsageError(f"{text!r} is no list of {what}", "write whole numbers with commas: 1,8,16")
+    return values
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """8192x4096."""
+    try:
+        rows, cols = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        rows = cols = 0
+    if min(rows, cols) < 1:
+        raise UsageError(f"{text!r} is no shape", "write ROWSxCOLS: 8192x4096")
+    return rows, cols
+
+
+def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which worker this is: flags first, then what schedulers set."""
+
+    def first(given: int | None, names: tuple[str, ...]) -> int | None:
+        return (
+            given
+            if given is not None
+            else next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+        )
+
+    world = first(world_size, ("WORLD_SIZE", "SLURM_NTASKS"))
+    at = first(rank, ("RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"))
+    if at is not None and world is None:
+        raise UsageError(f"rank {at}, but how many workers?", "add --world-size N")
+    at, world = at or 0, world or 1
+    if not 0 <= at < world:
+        raise UsageError(f"rank {at} is not in 0..{world - 1}", "ranks count from 0: check --rank and --world-size")
+    return at, world

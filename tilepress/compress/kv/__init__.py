@@ -1,0 +1,1 @@
+"""Calibration of an attention cache: the recipe of `compress kv` and its search."""

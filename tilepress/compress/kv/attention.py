@@ -1,0 +1,216 @@
+"""What calibration sees of a model's attention: its shape, and statistics of queries, keys and values as the model computes them.
+
+Queries and keys are taken after RoPE. `Watch` makes the model's attention an ordinary one that shows what it gets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import Checkpoint
+
+QUERIES = 64  # positions of a sampled window whose queries are kept
+_ATTENTION = "tilepress_observed"
+_ORDINARY = (
+    "leave this model's cache as it is: `compress kv` is for full causal softmax attention with one head dimension"
+)
+# Models whose RoPE turns neighbours (GPT-J's way) and not channels half a rotary dimension apart (Llama's).
+_INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "helium")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of a model's attention."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    interleaved: bool = False  # RoPE turns neighbours
+    rotary_dim: int = 0  # channels that RoPE turns; what the model does is seen only when it runs
+
+
+def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> AttentionShape:
+    """From the config, with the defaults of its class. Raises UsageError for attention that the cache does not serve."""
+    from transformers import AutoConfig
+
+    kind = checkpoint.config.get("model_type", "?")
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as error:
+        raise UsageError(
+            f"transformers does not read config.json of {checkpoint.name}: {str(error)[:160]}", ""
+        ) from error
+
+    def get(name: str, default=None):
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    layers, heads, width = get("num_hidden_layers"), get("num_attention_heads"), get("hidden_size")
+    if not all(isinstance(value, int) and value for value in (layers, heads, width)):
+        raise UsageError(
+            f"config.json of {checkpoint.name} ({kind}) does not tell its layers, heads and width", _ORDINARY
+        )
+    types = set(get("layer_types", ()))
+    windows = "sliding_attention" in types or (not types and get("sliding_window") and get("use_sliding_window", True))
+    if windows:
+        raise UsageError(f"{checkpoint.name} ({kind}) has layers with sliding windows", _ORDINARY)
+    if types - {"full_attention"}:
+        raise UsageError(
+            f"{checkpoint.name} ({kind}) has layers of the kind {min(types - {'full_attention'})}", _ORDINARY
+        )
+    for name, what in (("kv_lora_rank", "latent"), ("attn_logit_softcapping", "soft-capped"), ("alibi", "ALiBi")):
+        if get(name):
+            raise UsageError(f"{checkpoint.name} ({kind}) has {what} attention", _ORDINARY)
+    head_dim, kv_heads = get("head_dim", width // heads), get("num_key_value_heads", heads)
+    return AttentionShape(layers, heads, kv_heads, head_dim, kind in _INTERLEAVED)
+
+
+def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:
+    """What `reduce` (torch.amax, torch.sum) makes of each pair of channels that RoPE turns, for both: [..., D] -> [..., D]."""
+    n = shape.rotary_dim
+    if not n:
+        return x
+    pairs = x[..., :n].unflatten(-1, (-1, 2) if shape.interleaved else (2, -1))
+    along = -1 if shape.interleaved else -2
+    shared = reduce(pairs, along, keepdim=True).expand_as(pairs).flatten(-2)
+    return torch.cat([shared, x[..., n:]], -1)
+
+
+class Sample(NamedTuple):
+    """One window of one layer, float32."""
+
+    query: Tensor  # [KV heads, queries per KV head, n, D] at `positions`
+    positions: Tensor  # [n]
+    key: Tensor  # [KV heads, tokens, D]
+    value: Tensor
+
+
+@dataclass
+class Ranges:
+    """Of a layer's keys or values: [KV heads, D] each, over all tokens."""
+
+    low: Tensor
+    high: Tensor
+    total: Tensor
+    power: Tensor  # sum of squares
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Ranges":
+        """x [KV heads, tokens, D] float32."""
+        return cls(x.amin(1), x.amax(1), x.sum(1, dtype=torch.float64), x.square().sum(1, dtype=torch.float64))
+
+    def add(self, other: "Ranges") -> "Ranges":
+        low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        return Ranges(low, high, self.total + other.total, self.power + other.power)
+
+
+@dataclass
+class LayerSeen:
+    """One layer's queries, keys and values: statistics of all windows, and some windows whole."""
+
+    name: str
+    shape: AttentionShape
+    key: Ranges | None = None
+    value: Ranges | None = None
+    longest: Tensor | None = None  # length of each key's pairs: [KV heads, D]
+    query_power: Tensor | float = 0.0  # sum of squares [KV heads, D]
+    tokens: int = 0
+    windows: int = 0
+    scaling: float = 1.0
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool) -> None:
+        """query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
+        shape, self.scaling = self.shape, scaling
+        expected = (shape.kv_heads, query.shape[2], shape.head_dim)
+        if key.shape[1:] != expected or value.shape[1:] != expected:
+            raise UsageError(
+                f"{self.name} has keys {list(key.shape[1:])} and values {list(value.shape[1:])}, config.json says {list(expected)}",
+                _ORDINARY,
+            )
+        keys, values, groups = key[0].float(), value[0].float(), query[0].float().unflatten(0, (key.shape[1], -1))
+        found = {"key": Ranges.of(keys), "value": Ranges.of(values)}
+        for what, ranges in found.items():
+            if not bool(torch.isfinite(ranges.low).all() and torch.isfinite(ranges.high).all()):
+                raise TilepressError(
+                    f"the {what}s of {self.name} are not finite during calibration",
+                    "the checkpoint overflows in its own dtype: check it with `tilepress eval perplexity`",
+                )
+            before = getattr(self, what)
+            setattr(self, what, ranges if before is None else before.add(ranges))
+        longest = by_pairs(keys.square(), shape, torch.sum).amax(1).sqrt()
+        self.longest = longest if self.longest is None else torch.maximum(self.longest, longest)
+        self.query_power = self.query_power + groups.square().sum((1, 2), dtype=torch.float64)
+        self.tokens += key.shape[2]
+        self.windows += 1
+        if keep:
+            generator = torch.Generator().manual_seed(len(self.samples))
+            at = torch.randperm(key.shape[2], generator=generator)[:QUERIES].sort().values.to(key.device)
+            self.samples.append(Sample(groups[:, :, at], at, keys, values))
+
+
+class Watch:
+    """Runs a model layer by layer and keeps what its attention gets. Raises UsageError for attention that cannot be looked at."""
+
+    def __init__(self, model: LayerByLayer, shape: AttentionShape):
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        if len(model.layers) != shape.layers:
+            raise UsageError(
+                f"{len(model.layers)} decoder layers were found, config.json says {shape.layers}", _ORDINARY
+            )
+        self.model, self.shape = model, shape
+        self._layer: LayerSeen | None = None  # the one that runs
+        self._keeps = False
+        AttentionInterface.register(_ATTENTION, self._attention)
+        AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+        try:
+            model.model.set_attn_implementation(_ATTENTION)
+        except ValueError as error:
+            raise UsageError(
+                f"the attention of {type(model.model).__name__} cannot be looked at: {error}", _ORDINARY
+            ) from error
+
+    def layer(self, name: str, hidden: list[Tensor], sampled: int) -> LayerSeen:
+        """Runs all windows [1, tokens, hidden] through a layer; its outputs take the place of its inputs. Keeps the first `sampled` whole."""
+        seen = self._layer = LayerSeen(name, self.shape)
+        try:
+            with self.model.loaded(name):
+                for i, h in enumerate(hidden):
+                    self._keeps = i < sampled
+                    hidden[i] = self.model.run(name, h).to(h.dtype).cpu()
+        finally:
+            self._layer = None
+        if seen.windows != len(hidden):
+            raise UsageError(
+                f"{name} attends {seen.windows / len(hidden):g} times a pass in transformers' common way, not once",
+                _ORDINARY,
+            )
+        return seen
+
+    def _attention(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        unusual = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
+        unusual += ["a mask of its own"] * (attention_mask is not None and attention_mask.is_floating_point())
+        if unusual:
+            raise UsageError(f"the attention uses {unusual[0]}", _ORDINARY)
+        if self._layer is not None:
+            self._layer.add(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, self._keeps)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def rotary_dim(model: LayerByLayer, shape: AttentionShape) -> int:
+    """How many channels RoPE turns, from the cosines that the layers get; all of them if it does its work out of sight."""
+    embeddings = model.argument("position_embeddings")
+    if isinstance(embeddings, tuple) and isinstance(embeddings[0], Tensor):
+        return min(embeddings[0].shape[-1], shape.head_dim)
+    uses = getattr(model.model.config.get_text_config(), "rope_parameters", None)
+    return shape.head_dim if uses else 0

@@ -1,0 +1,120 @@
+"""The search of `compress kv`: mean, scale, error weight and clip of a layer's keys and values, by the error of the attention's output.
+
+Per KV head and channel a mean and a scale are kept: scale = reach^alpha, keys' shared by the pairs that RoPE turns, so that both fold into what
+is around the attention (SmoothAttention of QServe, Lin et al. 2024, arXiv 2405.04532, with a searched exponent). alpha and clip of keys and
+of values are those of a small grid with the least error of the attention's output on sampled queries.
+
+Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of a rotated row are alike in all channels, so a scale a_c makes
+the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
+root mean squares: there scale = (k / q)^alpha.
+
+Static ranges of keys must hold at positions that calibration never saw. RoPE turns a pair of channels and leaves its length: so the range of
+both is the largest length that was seen, around 0.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.kv.attention import LayerSeen, Sample, by_pairs
+from tilepress.formats.kv_calibration import Side
+from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat, clamped_share, fake_quantize
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
+
+
+def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
+    """Keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
+    exact = [attend(sample, seen.scaling) for sample in seen.samples]
+    power = max(sum(float(out.square().sum()) for out in exact), 1e-30)
+
+    def error(**sides: Side) -> float:
+        """Relative squared error of the attention's outputs with quantized keys, values or both."""
+        back = {
+            what: (lambda x, what=what, side=side: _back(x, form, side, rotate and what == "key"))
+            for what, side in sides.items()
+        }
+        quantized = [
+            s._replace(**{what: again(getattr(s, what)) for what, again in back.items()}) for s in seen.samples
+        ]
+        differences = (attend(s, seen.scaling) - out for s, out in zip(quantized, exact, strict=True))
+        return sum(float(difference.square().sum()) for difference in differences) / power
+
+    chosen, facts = {}, {}
+    for what in ("key", "value"):
+        candidates = {
+            (alpha, clip): _side(seen, what, form, alpha, clip, rotate)
+            for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
+        }
+        alpha, clip = min(candidates, key=lambda point: error(**{what: candidates[point]}))
+        chosen[what] = candidates[alpha, clip]
+        facts |= {f"{what}_alpha": alpha, f"{what}_clip": clip}
+    facts["output_error"] = error(**chosen) ** 0.5
+    for what, side in chosen.items():
+        exact_rows = [getattr(sample, what) for sample in seen.samples]
+        off = sum(float((_back(x, form, side, rotate and what == "key") - x).square().sum()) for x in exact_rows)
+        facts[f"{what}_error"] = (off / max(sum(float(x.square().sum()) for x in exact_rows), 1e-30)) ** 0.5
+        if form.static:
+            shares = [clamped_share(x.transpose(0, 1), form, side.channels, side.fixed) for x in exact_rows]
+            facts[f"{what}_overflow"] = sum(shares) / len(shares)
+    return chosen["key"], chosen["value"], facts
+
+
+def _back(x: Tensor, form: KVFormat, side: Side, rotate: bool) -> Tensor:
+    """x [heads, tokens, D] float32 as it comes back from the cache."""
+    return fake_quantize(x.transpose(0, 1), form, *side, rotate, form.refits).transpose(0, 1)
+
+
+def attend(sample: Sample, scaling: float) -> Tensor:
+    """Causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
+    scores = torch.einsum("hgnd,htd->hgnt", sample.query, sample.key) * scaling
+    later = torch.arange(sample.key.shape[1], device=sample.key.device)[None] > sample.positions[:, None]
+    return torch.einsum("hgnt,htd->hgnd", scores.masked_fill(later, -torch.inf).softmax(-1), sample.value)
+
+
+def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
+    """One point of the grid."""
+    rotate = rotate and what == "key"
+    low, high = _range(seen, what, form)
+    mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
+    if rotate:
+        variance = seen.key.power - seen.tokens * mean.double().square()
+        ratio = by_pairs(variance, seen.shape, torch.sum).clamp(min=1e-12) / by_pairs(
+            seen.query_power, seen.shape, torch.sum
+        ).clamp(min=1e-12)
+        scale = ratio.sqrt().float() ** alpha
+    else:
+        reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
+        scale = (by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach) ** alpha
+    # In these units a head's values are about 1, far from the ends of float16.
+    powers = [((getattr(s, what) - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for s in seen.samples]
+    scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
+    channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
+    return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
+
+
+def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:
+    """Least and largest value of each channel: [KV heads, D] each."""
+    ranges = getattr(seen, what)
+    if what == "value" or not form.static:
+        return ranges.low, ranges.high
+    turns = torch.arange(ranges.low.shape[-1], device=ranges.low.device) < seen.shape.rotary_dim
+    return torch.where(turns, -seen.longest, ranges.low), torch.where(turns, seen.longest, ranges.high)
+
+
+def _weight(seen: LayerSeen, what: str, scale: Tensor, rotate: bool) -> Tensor:
+    """How much a squared error of each channel's codes matters: [KV heads, D], a mean of 1 in each head."""
+    if rotate:
+        return torch.ones_like(scale)
+    weight = scale.square() * (seen.query_power.float() if what == "key" else 1.0)
+    return weight / weight.mean(-1, keepdim=True).clamp(min=1e-30)
+
+
+def _static_scales(low: Tensor, high: Tensor, channels: Tensor, form: KVFormat, clip: float) -> Tensor:
+    """(scale, shift) of each group: float16 [KV heads, groups, 2]."""
+    below, above = (((x - channels[0]) / channels[1]).unflatten(-1, (form.groups, -1)) for x in (low, high))
+    below, above = below.amin(-1), above.amax(-1)
+    middle, half = (below + above) / 2, (above - below) / 2 * clip
+    return torch.stack([(2 * half / form.max_code).clamp(min=LEAST_SCALE), middle - half], -1).half()

@@ -1,0 +1,1 @@
+"""Unstructured pruning: the recipe of `compress prune` and its methods."""

@@ -1,0 +1,91 @@
+"""ADMM on a layer's reconstruction error, then the kept weights refitted on their mask: the solver of ALPS.
+
+Meng, Behdin, Wang & Mazumder 2024 (arXiv 2406.07831), sections 3.1 to 3.3: the weight and its copy with the wanted zeros are driven together under a
+growing penalty,
+so the mask is chosen with all columns in view, where SparseGPT sees 128; afterwards preconditioned conjugate gradients, projected to the mask, find
+the best values on it.
+Columns are scaled to a unit diagonal first, as there. Starts from SparseGPT's result, which it never makes worse. One eigendecomposition of [in, in]
+and two products [out, in] x [in, in] an
+iteration; memory three [in, in] and seven [out, in] matrices in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.prune import sparsegpt
+from tilepress.compress.prune.magnitude import smallest
+
+ITERATIONS = 60
+REFINEMENTS = 12  # steps of conjugate gradients
+_PENALTY = 0.1  # of the unit diagonal, at the start
+_EVERY = 3  # iterations between changes of the penalty
+
+
+def prune(
+    weight: Tensor,
+    hessian: Tensor,
+    zeros: int,
+    stay: Tensor | None = None,
+    iterations: int = ITERATIONS,
+    inverse: Tensor | None = None,
+) -> Tensor:
+    """weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32; `stay` [out, in] marks elements that are
+    pruned first. `inverse` is the hessian's `inverse_factor`, where the caller has it.
+
+    Raises TilepressError for a Hessian that cannot be factored."""
+    first = sparsegpt.prune(weight, hessian, zeros, stay, inverse=inverse)
+    scale = hessian.diagonal().sqrt()
+    unit = hessian / scale / scale[:, None]
+    exact = weight * scale
+    start = refit(exact, unit, first * scale, first != 0)
+    found = _search(exact, unit, start, zeros, stay, iterations)
+    found = refit(exact, unit, found, found != 0)
+    better = error(exact, unit, found) < error(exact, unit, start)
+    return (found if better else start) / scale
+
+
+def _search(exact: Tensor, hessian: Tensor, start: Tensor, zeros: int, stay: Tensor | None, iterations: int) -> Tensor:
+    values, vectors = torch.linalg.eigh(hessian)
+    pulled = (exact @ vectors) * values
+    sparse, dual, penalty = start, torch.zeros_like(exact), _PENALTY
+    mask, kept = start != 0, max(exact.numel() - zeros, 1)
+    for step in range(1, iterations + 1):
+        full = ((pulled + (penalty * sparse - dual) @ vectors) / (values + penalty)) @ vectors.t()
+        proposal = full + dual / penalty
+        scores = proposal.abs()
+        if stay is not None:
+            scores.masked_fill_(stay, -1.0)
+        sparse = proposal.masked_fill(smallest(scores, zeros), 0.0)
+        dual = dual + penalty * (full - sparse)
+        if step % _EVERY == 0:
+            moved = int(((sparse != 0) & ~mask).sum()) / kept
+            mask = sparse != 0
+            if not moved and step > _EVERY:
+                break
+            penalty *= 1.3 if moved > 0.1 else 1.2 if moved > 0.005 else 1.1
+    return sparse
+
+
+def refit(exact: Tensor, hessian: Tensor, start: Tensor, mask: Tensor, steps: int = REFINEMENTS) -> Tensor:
+    """The weight on `mask` closest to `exact` in the hessian's norm, by conjugate gradients with its diagonal as preconditioner: all [out, in], a
+    system a row."""
+    diagonal = hessian.diagonal()
+    found = start * mask
+    residual = ((exact - found) @ hessian) * mask
+    scaled = residual / diagonal
+    direction, length = scaled, (residual * scaled).sum(1, keepdim=True)
+    for _ in range(steps):
+        image = (direction @ hessian) * mask
+        step = length / (direction * image).sum(1, keepdim=True).clamp(min=1e-30)
+        found = found + step * direction
+        residual = residual - step * image
+        scaled = residual / diagonal
+        before, length = length, (residual * scaled).sum(1, keepdim=True)
+        direction = scaled + length / before.clamp(min=1e-30) * direction
+    return found
+
+
+def error(exact: Tensor, hessian: Tensor, weight: Tensor) -> float:
+    """The mean squared error of the outputs, summed over them."""
+    difference = exact - weight
+    return float(((difference @ hessian) * difference).sum(dtype=torch.float64))

@@ -1,0 +1,159 @@
+"""How much each weight is pruned, so that all of them together have exactly the zeros that were asked for.
+
+`uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers: elements whose
+|weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures instead: of a few windows it
+prunes one input's weights at a time,
+lets the rest of the dense model run, and sees what the last hidden states lose; weights are then given sparsities at which the next zero costs the
+same everywhere.
+Both read the dense model once more, layer by layer, before anything is pruned. Outside of decoder layers a weight gets the sparsity that was asked for.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilepress.compress.layers.walk import check_identity, compute_dtype, identity_of
+from tilepress.compress.run.plan import Plan, Progress
+from tilepress.compress.run.targets import Target
+from tilepress.formats import UsageError
+from tilepress.formats.artifact import to_json, write_atomic
+from tilepress.formats.checkpoint import read_json
+from tilepress.text import load_tokenizer
+
+if TYPE_CHECKING:
+    from tilepress.compress.prune.recipe import PruneRecipe
+
+ALLOCATIONS = ("uniform", "owl", "auto")
+FILE = "allocation.json"  # in the work folder
+OUTLIER = 5.0  # times the mean
+OWL_REACH = 0.08  # half of what lies between the least and the most of layers, as in the paper
+AUTO_REACH = 0.12  # a weight's
+CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss is known
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The zeros of each weight by its stored name, how they were chosen, and the identity of what was looked at for that."""
+
+    chosen: str
+    zeros: dict[str, int]
+    facts: dict
+    identity: str | None = None
+
+
+def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> Allocation:
+    """Lays out the zeros of a plan's targets; the result is a file in the work folder, which a resumed run finds.
+
+    Raises UsageError for too little text, and for other text, weights or another kind of device than that file was made with."""
+    path, targets, sparsity = plan.work / FILE, plan.targets, recipe.sparsity
+    sparsities, facts, identity = {target.name: sparsity for target in targets}, {}, None
+    if recipe.allocation != "uniform":
+        from tilepress.compress.prune.survey import FEW_TOKENS, survey
+
+        windows = recipe.text.windows(load_tokenizer(plan.source, recipe.trust_remote_code))
+        compute = compute_dtype(recipe.dtype or targets[0].dtype, device)
+        identity = identity_of(plan, windows, device, compute)
+        if path.exists():
+            found = read_allocation(plan)
+            check_identity(found.identity, identity, plan, recipe.text)
+            return found
+        weights = survey(plan, recipe, windows, device, identity, progress)
+        if not weights:
+            raise UsageError(
+                f"--allocation {recipe.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
+                "give more text, or --allocation uniform",
+            )
+        lay_out = by_outliers if recipe.allocation == "owl" else by_sensitivity
+        chosen = lay_out(weights, {t.name: t.elements for t in targets if t.name in weights}, sparsity)
+        sparsities |= chosen
+        facts = {"sparsity": {name: round(value, 6) for name, value in sorted(chosen.items())}}
+    zeros = counts(targets, sparsities, recipe.count(sum(target.elements for target in targets)))
+    made = Allocation(recipe.allocation, zeros, facts, identity)
+    write_atomic(path, to_json(asdict(made)), plan.work)
+    for done in plan.work.glob("survey-*"):
+        done.unlink()
+    return made
+
+
+def read_allocation(plan: Plan) -> Allocation:
+    return Allocation(**read_json(plan.work / FILE))
+
+
+def by_outliers(weights: dict[str, dict], elements: dict[str, int], sparsity: float) -> dict[str, float]:
+    """OWL's sparsity of each weight: linear in its layer's share of outliers, two OWL_REACH from the least to the most; the mean is `sparsity`.
+
+    `weights`: {name: {"layer": …, "outliers": …}}."""
+    size, outliers = {}, {}
+    for name, found in weights.items():
+        size[found["layer"]] = size.get(found["layer"], 0) + elements[name]
+        outliers[found["layer"]] = outliers.get(found["layer"], 0) + found["outliers"]
+    shares = {layer: outliers[layer] / size[layer] for layer in size}
+    span = max(shares.values()) - min(shares.values())
+    reach = min(OWL_REACH, sparsity, 1 - sparsity)
+    moved = {
+        layer: -(share - min(shares.values())) / span * 2 * reach if span else 0.0 for layer, share in shares.items()
+    }
+    mean = sum(moved[layer] * size[layer] for layer in size) / sum(size.values())
+    wanted = {name: sparsity + moved[found["layer"]] - mean for name, found in weights.items()}
+    return balanced(wanted, elements, sparsity, max(sparsity - 2 * reach, 0.0), min(sparsity + 2 * reach, 1.0))
+
+
+def by_sensitivity(weights: dict[str, dict], elements: dict[str, int], sparsity: float) -> dict[str, float]:
+    """The sparsities with the least predicted loss, each at most AUTO_REACH from `sparsity`, which is their mean.
+
+    `weights`: {name: {"curve": what pruning it to each of CURVE loses locally, "cost": the loss of the model for one of that}}."""
+    reach = min(AUTO_REACH, (1 - sparsity) / 2, sparsity)
+    low, high = sparsity - reach, sparsity + reach
+    grid = torch.tensor(CURVE, dtype=torch.float64)
+    points, slopes = {}, {}
+    for name, found in weights.items():
+        curve = torch.tensor(found["curve"], dtype=torch.float64) * found["cost"] / elements[name]
+        slopes[name] = ((curve[1:] - curve[:-1]) / (grid[1:] - grid[:-1])).cummax(0).values  # of a convex curve
+        points[name] = (grid[1:] + grid[:-1]) / 2
+
+    def at(price: float) -> dict[str, float]:
+        """Where each weight's next zero costs `price`."""
+        found = {}
+        for name, slope in slopes.items():
+            i = int(torch.searchsorted(slope, price))
+            if 0 < i < len(slope):
+                rise = float(slope[i] - slope[i - 1])
+                part = (price - float(slope[i - 1])) / rise if rise > 0 else 0.5
+                value = float(points[name][i - 1] + part * (points[name][i] - points[name][i - 1]))
+            else:
+                value = 0.0 if i == 0 else 1.0
+            found[name] = min(max(value, low), high)
+        return found
+
+    lower, upper = 0.0, max(float(slope[-1]) for slope in slopes.values()) or 1.0
+    for _ in range(200):
+        price = (lower + upper) / 2
+        chosen = at(price)
+        mean = sum(chosen[name] * elements[name] for name in chosen) / sum(elements.values())
+        lower, upper = (price, upper) if mean < sparsity else (lower, price)
+    return balanced(chosen, elements, sparsity, low, high)
+
+
+def balanced(
+    wanted: dict[str, float], elements: dict[str, int], sparsity: float, low: float, high: float
+) -> dict[str, float]:
+    """The wanted sparsities in [low, high], all moved alike until their mean over elements is `sparsity`."""
+    below, above = -1.0, 1.0
+    for _ in range(100):
+        shift = (below + above) / 2
+        found = {name: min(max(value + shift, low), high) for name, value in wanted.items()}
+        mean = sum(found[name] * elements[name] for name in found) / sum(elements.values())
+        below, above = (shift, above) if mean < sparsity else (below, shift)
+    return found
+
+
+def counts(targets: list[Target], sparsities: dict[str, float], zeros: int) -> dict[str, int]:
+    """Zeros of each weight by name: sparsity times elements, rounded so that their sum is `zeros` (largest remainders first, then by name)."""
+    exact = {target.name: sparsities[target.name] * target.elements for target in targets}
+    found = {name: int(value) for name, value in exact.items()}
+    order = sorted(exact, key=lambda name: (found[name] - exact[name], name))
+    missing = zeros - sum(found.values())
+    for i in range(abs(missing)):
+        found[order[i % len(order)]] += 1 if missing > 0 else -1
+    return found

@@ -1,0 +1,236 @@
+"""Unstructured pruning of every linear weight: the recipe behind `tilepress compress prune`.
+
+`magnitude` needs no text. `sparsity` is then the share of zeros: per weight (`layer`), per output row (`row`), or over all of them together (`global`). The
+baseline of the field: Han et al. 2015 (arXiv 1506.02626); uniform per layer is what published comparisons mean by "magnitude".
+`wanda`, `sparsegpt` and `admm` look at calibration text (layer_pruning.py), and `sparsity` is the share of zeros of all weights together, laid out by
+an allocation.
+The count of zeros is round(sparsity * elements), met to the element; a weight that has more zeros already keeps them.
+"""
+
+import io
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilepress.compress.layers.walk import Found, manifest_facts, wait_for_walk, walk
+from tilepress.compress.prune import expectation, layer_pruning, memory as pruning_memory
+from tilepress.compress.prune.allocation import ALLOCATIONS, allocate, read_allocation
+from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
+from tilepress.compress.run.encode import FORMATS, Compressed, Layout, layout_for
+from tilepress.compress.run.plan import Plan, Progress, Recipe, source_mtime
+from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.formats import UsageError, dtype_name
+from tilepress.formats.artifact import write_atomic
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.text import Text, check_window
+
+SCOPES = ("layer", "row", "global")
+METHODS = ("magnitude", *layer_pruning.METHODS)
+VALUE_DTYPES = ("auto", "int8")
+
+
+@dataclass(frozen=True)
+class PruneRecipe(Recipe):
+    """Settings of `compress prune`. Raises UsageError for a sparsity out of range or an unknown choice."""
+
+    sparsity: float  # in [0, 1)
+    scope: str = "layer"  # layer | row | global
+    method: str = "magnitude"
+    format: str = "auto"  # auto | tiled-csl | tiled-bitmap | dense
+    value_dtype: str = "auto"  # of stored values: auto, the weight's | int8
+    dtype: torch.dtype | None = None  # cast floating tensors to it first
+    ignore: tuple[str, ...] = ("lm_head",)
+    text: Text | None = None  # of methods that calibrate
+    allocation: str = "uniform"  # uniform | owl | auto: of methods that calibrate
+    damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
+    trust_remote_code: bool = False
+
+    command = "compress prune"
+
+    @property
+    def calibrates(self) -> bool:
+        return self.method != "magnitude"
+
+    @property
+    def passes(self) -> int:
+        """How often the targets are read: a global threshold needs one more look at them (or two in float32), a calibration too, and an allocation another."""
+        return 1 + (self.scope == "global" or self.calibrates) + (self.calibrates and self.allocation != "uniform")
+
+    def __post_init__(self):
+        if not 0 <= self.sparsity < 1:
+            raise UsageError(
+                f"sparsity {self.sparsity:g} is not in [0, 1)", "0.6 prunes 60 % of the weights: --sparsity 0.6"
+            )
+        for value, choices, flag in (
+            (self.scope, SCOPES, "scope"),
+            (self.method, METHODS, "method"),
+            (self.format, FORMATS, "format"),
+            (self.value_dtype, VALUE_DTYPES, "value-dtype"),
+            (self.allocation, ALLOCATIONS, "allocation"),
+        ):
+            if value not in choices:
+                raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+        if self.value_dtype == "int8" and self.format not in ("auto", "tiled-bitmap"):
+            raise UsageError(f"--format {self.format} has no int8 values", "choose --format tiled-bitmap")
+        if self.calibrates and self.text is None:
+            raise UsageError(f"--method {self.method} needs text", "add --dataset FILE or HUB_ID")
+        if self.calibrates and self.scope != "layer":
+            raise UsageError(
+                f"--scope {self.scope} is of --method magnitude", f"--allocation lays out the zeros of {self.method}"
+            )
+        if not self.calibrates and self.allocation != "uniform":
+            raise UsageError(
+                f"--allocation {self.allocation} needs a method that reads text",
+                "add --method sparsegpt (or wanda, admm)",
+            )
+        if not 0 < self.damping <= 1:
+            raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
+        check_patterns(self.ignore)
+
+    def settings(self) -> dict:
+        chosen = {
+            "sparsity": self.sparsity,
+            "scope": self.scope,
+            "method": self.method,
+            "format": self.format,
+            "value_dtype": self.value_dtype,
+            "ignore": list(self.ignore),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+        }
+        if self.calibrates:
+            del chosen["scope"]
+            chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(self.text)
+        return chosen
+
+    def warnings(self) -> list[str]:
+        found = expectation.warning(self.method, self.sparsity)
+        return [found] if found else []
+
+    def layout(self, target: Target) -> Layout:
+        return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
+
+    def expected_density(self) -> float:
+        return 1 - self.sparsity
+
+    def count(self, elements: int) -> int:
+        """How many of so many elements are pruned."""
+        return round(self.sparsity * elements)
+
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        if self.format != "dense":
+            check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
+        if self.text is not None:
+            check_window(self.text.seqlen, checkpoint.text_config)
+
+    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+        writing = super().peak_bytes(checkpoint, targets)
+        return max(writing, pruning_memory.peak_bytes(self, checkpoint, targets)) if self.calibrates else writing
+
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+        """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
+
+        Each shard's histogram, and each layer's pruned weights, are files."""
+        if self.calibrates:
+            if rank and not wait_for_walk(plan.work, progress):
+                return None
+            if not rank:
+                self._prune_layers(plan, device, progress)
+            found = Found(plan.work)
+            methods = {item["name"]: item["method"] for item in found.facts["pruned"]}
+            return {"pruned": found, "methods": methods, "zeros": read_allocation(plan).zeros}
+        if self.scope != "global":
+            return {}
+        dtypes = {self.dtype or target.dtype for target in plan.targets}
+        wide = dtypes not in ({torch.bfloat16}, {torch.float16})
+        count = self.count(sum(target.elements for target in plan.targets))
+        files = self._histograms(plan, device, progress, wide, None)
+        key, ties = _sum(files, wide, None).locate(count)
+        last = key
+        if wide:
+            files = self._histograms(plan, device, progress, wide, key)
+            last, ties = _sum(files, wide, key).locate(ties)
+            key = key << 16 | last
+        quota = {}
+        for shard, path in zip(plan.shards, files, strict=True):
+            quota[shard.number] = min(ties, int(np.load(path)[last]))
+            ties -= quota[shard.number]
+        return {
+            "key": key,
+            "wide": wide,
+            "ties": quota,
+            "ties_left": {},
+            "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
+        }
+
+    def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
+        zeros = allocate(plan, self, device, progress).zeros
+        settings = layer_pruning.Settings(self.method, zeros, self.damping)
+        visitor = layer_pruning.LayerPruner(settings, self.dtype or plan.targets[0].dtype)
+        walk(plan, self.text, visitor, device, progress, self.dtype, self.trust_remote_code)
+
+    def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
+        checkpoint, work, files = Checkpoint(plan.source), plan.work, []
+        for shard in plan.shards:
+            path = (
+                work
+                / f"magnitudes-{'all' if prefix is None else prefix}-{shard.number:05d}-{source_mtime(plan, shard)}.npy"
+            )
+            if path.exists():
+                progress(shard.output, shard.elements if prefix is None else 0)
+            else:
+                counts = Histogram(wide, prefix)
+                for job in shard.jobs:
+                    if job.target:
+                        progress(f"magnitudes of {job.target.name}", 0)
+                        weight = checkpoint.dense(job.weight, device)
+                        counts.add(weight.to(self.dtype or weight.dtype), job.target.name)
+                        progress(job.target.name, job.target.elements if prefix is None else 0)
+                buffer = io.BytesIO()
+                np.save(buffer, counts.counts.numpy())
+                write_atomic(path, buffer.getvalue(), work)
+            files.append(path)
+        return files
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        if self.calibrates:
+            return self._calibrated(target, weight, state)
+        if self.scope == "row":
+            pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
+        elif self.scope == "global":
+            shard = state["shard"][target.name]
+            ties = state["ties_left"].setdefault(target.name, state["ties"][shard])  # the same if it is asked for again
+            pruned, stats = prune(weight, Threshold(state["key"], ties, state["wide"]))
+            state["ties"][shard] = min(state["ties"][shard], ties - stats.ties)
+        else:
+            pruned, stats = prune(weight, layer_threshold(weight, self.count(target.elements), target.name))
+        return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6)})
+
+    def _calibrated(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        """The weight as calibration left it; one that is in no decoder layer is pruned by magnitude."""
+        method = state["methods"].get(target.name)
+        if method is None:
+            pruned, stats = prune(weight, layer_threshold(weight, state["zeros"][target.name], target.name))
+            return Compressed(pruned, {"zeros": stats.zeros, "error": round(stats.error, 6), "method": "magnitude"})
+        pruned = state["pruned"].get(target.name).to(weight.device)
+        whole = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
+        moved = float(torch.linalg.vector_norm(pruned.float() - weight.float()))
+        record = {"zeros": int((pruned == 0).sum()), "error": round(moved / whole, 6) if whole else 0.0}
+        if method == "magnitude":
+            return Compressed(pruned, record | {"method": method})
+        return Compressed(pruned, record | ({"refitted": True} if method in layer_pruning.REFITTING else {}))
+
+    def describe(self, plan: Plan, tensors: list[dict]) -> dict:
+        if not self.calibrates:
+            return {}
+        found = read_allocation(plan)
+        return {"calibration": manifest_facts(plan.work), "allocation": {"chosen": found.chosen} | found.facts}
+
+
+def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:
+    total = Histogram(wide, prefix)
+    for path in files:
+        total.counts += torch.from_numpy(np.load(path))
+    return total

@@ -1,0 +1,308 @@
+"""Static ranges and smoothing factors for INT8, from real text, one decoder layer in memory at a time.
+
+For each layer: which linear layers share an input (they get one scale), with smoothing a first pass over all windows for the channels'
+reach, the factors of each group and their fold, then a pass for the ranges. The outputs of the unfolded layer are the next layer's inputs.
+The float model runs: its activations do not depend on how earlier layers were quantized. Memory is the embeddings, one layer, its
+statistics and the hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import PROBE_TOKENS, Found, Visitor, check_inside, walk
+from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
+from tilepress.compress.quantize.smoothing import (
+    ALPHAS,
+    Group,
+    apply,
+    exact_factors,
+    find_groups,
+    output_error,
+    quantized_weight,
+    smooth_factors,
+)
+from tilepress.compress.run.plan import Plan, Progress
+from tilepress.formats import TilepressError, int8
+from tilepress.formats.checkpoint import linear_shape
+from tilepress.text import Text
+
+FEW_TOKENS = 128  # a linear layer that saw fewer is listed
+SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a recipe concerns calibration."""
+
+    scheme: int8.Int8Scheme
+    observer: Observer
+    smooth: str  # off | auto | channel (every channel to the same reach) | a number
+    text: Text
+    dtype: torch.dtype | None  # the recipe's
+    trust_remote_code: bool = False
+
+
+class Calibration(Found):
+    """A finished calibration, by the names of weights."""
+
+    def columns(self, name: str) -> Tensor | None:
+        """Factors of a weight's columns [in], or None."""
+        return self.get(f"columns:{name}")
+
+    def divisors(self, name: str) -> Tensor | None:
+        """Divisors [out] of a norm's or bias's elements, or of a weight's rows; or None."""
+        return self.get(f"divisors:{name}")
+
+    def beside(self, name: str) -> dict[str, Tensor]:
+        """Scale and zero point of a weight's input, by the names under which they are stored."""
+        _, scale, zero_point = int8.part_names(name)
+        found = {scale: self.get(f"scale:{name}"), zero_point: self.get(f"zero:{name}")}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Calibration:
+    """Runs the model over the text; the result is kept in the work folder, and each layer's until then.
+
+    Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer, TilepressError naming the
+    layer for activations that are not finite and layers that saw no token.
+    """
+    visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
+    walk(plan, settings.text, visitor, device, progress, settings.dtype, settings.trust_remote_code)
+    return Calibration(plan.work)
+
+
+class _Ranges(Visitor):
+    """Calibrates layer by layer; the float model runs on."""
+
+    def __init__(self, settings: Settings, dtype: torch.dtype):
+        self.settings, self.dtype = settings, dtype
+
+    def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
+        check_inside(model)
+
+    def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
+        return _calibrate_layer(model, layer, hidden, self.settings, self.dtype)
+
+    def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
+        with model.loaded(layer):
+            for i, h in enumerate(hidden):
+                hidden[i] = model.run(layer, h).to(self.dtype).cpu()
+
+
+def _calibrate_layer(
+    model: LayerByLayer, layer: str, hidden: list[Tensor], settings: Settings, dtype: torch.dtype
+) -> tuple[dict, dict[str, Tensor]]:
+    """The layer's part of the manifest, and its tensors. Puts the layer's outputs in the place of its inputs, `hidden`."""
+    names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
+    smooth = settings.smooth != "off"
+    with model.loaded(layer) as module:
+        modules = dict(module.named_modules(prefix=layer))
+        probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
+        groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=smooth)
+        unused = sorted(set(names) - {path for group in groups for path in group.linears})
+        if unused:
+            raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
+        inputs = [_Input(group, settings, dtype, number) for number, group in enumerate(groups)]
+        if smooth:
+            # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
+            outputs = list(_observe(model, layer, modules, inputs, hidden, counting=False))
+            for item in inputs:
+                item.choose_factors(modules)
+            for item in inputs:
+                if item.factors is not None:
+                    apply(item.group, modules, item.factors)
+            for _ in _observe(model, layer, modules, inputs, hidden, counting=True):
+                pass
+            hidden[:] = outputs
+        else:
+            for i, output in enumerate(_observe(model, layer, modules, inputs, hidden, counting=True)):
+                hidden[i] = output
+        for item in inputs:
+            item.choose_range(inputs)
+            item.measure(modules)
+    result = {
+        "inputs": [item.record(names) for item in inputs],
+        "warnings": [warning for item in inputs for warning in item.warnings(names)],
+    }
+    tensors = {name: tensor for item in inputs for name, tensor in item.tensors(model, names).items()}
+    return result, tensors
+
+
+def _observe(model, layer, modules, inputs, hidden, counting: bool) -> Iterator[Tensor]:
+    """Runs all windows and yields the layer's outputs like `hidden`; what each input looked like goes to its `stats`."""
+    handles = []
+    for item in inputs:
+        item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
+
+        def see(_, args, item=item) -> None:
+            item.stats.add(args[0], item.group.linears[0], counting)
+
+        handles.append(modules[item.group.linears[0]].register_forward_pre_hook(see))
+    try:
+        for h in hidden:
+            yield model.run(layer, h).to(h.dtype).cpu()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Input:
+    """One input of a layer on its way through calibration: its group, its statistics, and what was decided."""
+
+    def __init__(self, group: Group, settings: Settings, dtype: torch.dtype, number: int):
+        self.group, self.settings, self.dtype, self.number = group, settings, dtype, number
+        self.scheme = settings.scheme
+        self.stats: InputStats = InputStats(SAMPLED_ROWS, seed=number)
+        self.factors: Tensor | None = None  # of the producer's output channels
+        self.alpha: float | None = None
+        self.left_alone = group.reason
+        self.range: tuple[float, float] | None = None
+        self.scale: Tensor | None = None
+        self.zero_point: Tensor | None = None
+        self.errors: list[float] | None = None
+        self.borrowed = False
+
+    def weights(self, modules: dict) -> list[Tensor]:
+        """[out, in] float32 of each linear layer."""
+        found = []
+        for path in self.group.linears:
+            weight = modules[path].weight.detach().float()
+            found.append(weight.t().contiguous() if linear_shape(modules[path])[2] else weight)
+        return found
+
+    def choose_factors(self, modules: dict) -> None:
+        """Decides on smoothing from the statistics of the unfolded layer; leaves `factors` None where it does not help."""
+        if self.group.producer is None:
+            return
+        if self.stats.tokens < FEW_TOKENS:
+            self.left_alone = f"saw fewer than {FEW_TOKENS} tokens"
+            return
+        weights, smooth = self.weights(modules), self.settings.smooth
+        reach = torch.maximum(self.stats.high, -self.stats.low)
+        reach = self.group.shared(reach)
+        columns = self.group.shared(torch.stack([w.abs().amax(0) for w in weights]).amax(0))
+        alphas = {"auto": ALPHAS, "channel": (1.0,)}.get(smooth) or (float(smooth),)
+        candidates = {alpha: self._exact(smooth_factors(reach, columns, alpha), modules) for alpha in alphas}
+        best = alphas[0]
+        if smooth == "auto":
+            exact = [self.stats.rows @ weight.t() for weight in weights]
+            errors = {alpha: self._error(factors, weights, exact) for alpha, factors in candidates.items()}
+            best = min(errors, key=errors.get)
+            if errors[best] >= self._error(torch.ones_like(reach), weights, exact):
+                self.left_alone = "no alpha lowers the output error"
+                return
+        self.alpha, self.factors = best, candidates[best]
+
+    def _exact(self, factors: Tensor, modules: dict) -> Tensor:
+        producer = modules[self.group.producer]
+        return exact_factors(factors, producer.weight, self.dtype) if producer.weight.dim() == 1 else factors
+
+    def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
+        """Squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
+        columns = self.group.spread(factors)
+        rows = self.stats.rows / columns
+        scale = zero_point = None
+        if self.scheme.static:
+            low, high = float((self.stats.low / columns).min()), float((self.stats.high / columns).max())
+            sampled = InputStats(1, 0)
+            sampled.add(rows, self.group.linears[0])
+            chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
+            scale, zero_point = self._static(chosen)
+        rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
+        total = 0.0
+        for weight, expected in zip(weights, exact, strict=True):
+            back = quantized_weight(weight * columns, self.scheme, self.dtype)
+            total += float((rows @ back.t() - expected).square().sum())
+        return total
+
+    def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point, where the sampled rows are."""
+        scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
+        if self.stats.tokens:
+            device = self.stats.low.device
+            return scale.to(device), None if zero_point is None else zero_point.to(device)
+        return scale, zero_point
+
+    def choose_range(self, inputs: list["_Input"]) -> None:
+        """The static range, unless it is chosen already; that of the layer's other experts for one that saw no token."""
+        if not self.scheme.static or self.range is not None:
+            return
+        if self.stats.tokens:
+            low, high = float(self.stats.low.min()), float(self.stats.high.max())
+            self.range = self.settings.observer.range(self.stats.histogram, low, high, self.scheme.asymmetric)
+            self.scale, self.zero_point = self._static(self.range)
+            return
+        kind = {path.rpartition(".")[2] for path in self.group.linears}
+        others = [
+            item
+            for item in inputs
+            if item.stats.tokens
+            and ".experts." in item.group.linears[0]
+            and kind & {p.rpartition(".")[2] for p in item.group.linears}
+        ]
+        if ".experts." not in self.group.linears[0] or not others:
+            raise TilepressError(
+                f"{self.group.linears[0]} saw no token of the calibration text",
+                f"give more text (--nsamples, --dataset), or --ignore {self.group.linears[0]}",
+            )
+        for item in others:
+            item.choose_range(inputs)
+        self.borrowed = True
+        self.range = min(item.range[0] for item in others), max(item.range[1] for item in others)
+        self.scale, self.zero_point = self._static(self.range)
+
+    def measure(self, modules: dict) -> None:
+        """The relative output error of each linear layer on the sampled rows."""
+        if not self.stats.tokens:
+            return
+        weights = self.weights(modules)
+        rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
+        self.errors = output_error(
+            self.stats.rows, weights, rows, [quantized_weight(w, self.scheme, self.dtype) for w in weights]
+        )
+
+    def record(self, names: dict[str, str]) -> dict:
+        """What the manifest keeps."""
+        found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
+        if self.stats.tokens:
+            found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
+        if self.range is not None:
+            scale, zero = float(self.scale), 0 if self.zero_point is None else int(self.zero_point)
+            reach = ((int8.QMIN - 0.5 - zero) * scale, (int8.QMAX + 0.5 - zero) * scale)
+            found |= {"range": list(self.range), "scale": scale, "zero_point": zero}
+            if self.stats.tokens:
+                found["clip_share"] = clipped_share(self.stats.histogram, *reach)
+        if self.settings.smooth != "off":
+            found |= {"alpha": self.alpha, "folded_into": self.group.producer if self.factors is not None else None}
+            if self.factors is None:
+                found["left_alone"] = self.left_alone
+        if self.errors is not None:
+            found["output_error"] = dict(zip(found["weights"], self.errors, strict=True))
+        return found
+
+    def warnings(self, names: dict[str, str]) -> list[str]:
+        first, tokens = names[self.group.linears[0]], self.stats.tokens
+        if self.borrowed:
+            return [f"{first} saw no token: it has the range of its layer's other experts"]
+        return [f"{first} saw only {tokens} tokens"] if tokens < FEW_TOKENS else []
+
+    def tensors(self, model: LayerByLayer, names: dict[str, str]) -> dict[str, Tensor]:
+        """For the work folder, by the names that `Calibration` looks up."""
+        found = {}
+        for name in (names[path] for path in self.group.linears):
+            if self.scale is not None:
+                found[f"scale:{name}"] = self.scale.cpu().clone()
+            if self.zero_point is not None:
+                found[f"zero:{name}"] = self.zero_point.cpu().clone()
+            if self.factors is not None:
+                found[f"columns:{name}"] = self.group.spread(self.factors).cpu().clone()
+        if self.factors is not None:
+            for part in ("weight", "bias"):
+                stored = model.stored.get(f"{self.group.producer}.{part}")
+                if stored:
+                    found[f"divisors:{stored}"] = self.factors.cpu().clone()
+        return found

@@ -1,0 +1,254 @@
+"""INT8 weights and activations: the recipe behind `tilepress compress quantize`.
+
+Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
+calibrated (calibrate.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
+compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us (transformers not with experts, nobody with Conv1D layers: see
+docs/format.md).
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.layers.walk import manifest_facts, wait_for_walk
+from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
+from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
+from tilepress.compress.run.encode import Compressed, Int8Layout, Layout, TiledBitmapLayout
+from tilepress.compress.run.plan import Plan, Progress, Recipe
+from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.formats import UsageError, dtype_name, sparse
+from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
+from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Scheme
+from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.text import Text, check_window
+
+# What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
+CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
+
+
+@dataclass(frozen=True)
+class QuantizeRecipe(Recipe):
+    """Settings of `compress quantize`. Raises UsageError for an unknown choice or two that contradict each other."""
+
+    weights: str = "channel"  # channel | tensor
+    activations: str = "token"  # token | tensor | channel | tensor-asym | tensor-dynamic | none
+    observer: Observer | None = None  # of static ranges
+    smooth: str = "off"  # off | auto | alpha in [0, 1]
+    text: Text | None = None  # to calibrate with, or to measure output errors on
+    dtype: torch.dtype | None = None  # cast floating tensors to it first
+    ignore: tuple[str, ...] = ("lm_head",)
+    trust_remote_code: bool = False
+
+    command = "compress quantize"
+
+    def __post_init__(self):
+        for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
+            if value not in choices:
+                raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
+        if self.smooth not in ("off", "auto") and not _is_alpha(self.smooth):
+            raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, auto, or a number from 0 to 1")
+        if self.observer is not None and not self.static:
+            raise UsageError(
+                f"--observer sets static ranges, --activations {self.activations} has none"
+                + ("" if self.activations == "none" else ": it finds its scales at run time"),
+                "leave --observer out, or choose --activations tensor, tensor-asym or channel",
+            )
+        if self.smooth != "off" and self.activations in ("none", "channel"):
+            why = (
+                "leaves inputs in floating point"
+                if self.activations == "none"
+                else "brings every channel to the same reach"
+            )
+            raise UsageError(
+                f"--smooth {self.smooth}, but --activations {self.activations} {why}: nothing is left to smooth",
+                "leave --smooth out",
+            )
+        if needs_text(self.activations, self.smooth) and self.text is None:
+            raise UsageError("static ranges and smoothing need text", "add --dataset FILE or HUB_ID")
+        check_patterns(self.ignore)
+
+    @property
+    def static(self) -> bool:
+        return self.scheme.static
+
+    @property
+    def passes(self) -> int:
+        return 2 if self.text is not None else 1
+
+    @property
+    def scheme(self) -> Int8Scheme:
+        return Int8Scheme(self.weights, "tensor" if self.activations == "channel" else self.activations)
+
+    def layout(self, target: Target) -> Layout:
+        """Zeros of a sparse weight stay unstored where a kernel multiplies inputs in floating point."""
+        keeps_sparse = self.activations == "none" and target.weight.layout in sparse.MODULES
+        return TiledBitmapLayout(self.weights) if keeps_sparse else Int8Layout(self.scheme)
+
+    def settings(self) -> dict:
+        observer = None
+        if self.static:
+            observer = self._observer.name
+            observer += f" {self._observer.percentile:g}" if observer == "percentile" else ""
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "observer": observer,
+            "smooth": self.smooth,
+            "ignore": list(self.ignore),
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+        } | ({} if self.text is None else asdict(self.text))
+
+    @property
+    def _observer(self) -> Observer:
+        return self.observer or Observer()
+
+    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        self._check_dtype(checkpoint, targets)
+        sparse_ones = [target for target in targets if isinstance(self.layout(target), TiledBitmapLayout)]
+        check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
+        if self.text is not None:
+            check_window(self.text.seqlen, checkpoint.text_config)
+        packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]
+        kept = [item.name for item in left_alone if item.name in packed]
+        if kept:
+            raise UsageError(
+                f"{kept[0]} is packed and would be left alone: one artifact cannot be packed in two ways",
+                "quantize it too, or `tilepress convert --to dense` first",
+            )
+        chosen, others = {t.name for t in targets}, {item.name: item.reason for item in left_alone}
+        for name, reason in others.items():
+            match = EXPERT_WEIGHT.match(name)
+            same = match and next((t for t in sorted(chosen) if t.startswith(f"{match['path']}.")), None)
+            if same:
+                raise UsageError(
+                    f"{same} would be quantized and {name} not ({reason}): a layer's experts run as one",
+                    "ignore all experts of a layer, or none",
+                )
+        for name in sorted(chosen):
+            stem, _, last = name.removesuffix(".weight").rpartition(".")
+            for fused in (names for names in FUSED if last in names):
+                for other in (f"{stem}.{n}.weight" for n in fused):
+                    if other in others:
+                        raise UsageError(
+                            f"{name} would be quantized and {other} not ({others[other]}): runtimes compute them as one",
+                            "ignore both, or neither",
+                        )
+
+    def _check_dtype(self, checkpoint: Checkpoint, targets: list[Target]) -> None:
+        """Scales are stored in the weights' dtype: it has to be the one that loaders run the model in."""
+        dtypes = sorted({dtype_name(target.dtype) for target in targets})
+        declared = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or dtypes[0]
+        if self.dtype is None and dtypes != [declared]:
+            raise UsageError(
+                f"the weights are {' and '.join(dtypes)}, config.json says {declared}: scales must be in one dtype",
+                f"convert on the way: --dtype {declared}",
+            )
+
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+        if self.text is None:
+            return {"calibration": None}
+        if rank and not wait_for_walk(plan.work, progress):
+            return None
+        smooth = "channel" if self.activations == "channel" else self.smooth
+        settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
+        return {"calibration": calibrate(plan, settings, device, progress)}
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        found: Calibration | None = state["calibration"]
+        made = Compressed(weight, {})
+        if found is None:
+            return made
+        columns, divisors = found.columns(target.name), found.divisors(target.name)
+        if columns is not None or divisors is not None:
+            # Never in place: a float32 weight may be the stored bytes themselves.
+            made.weight, made.record = weight.float(), {"smoothed": True}
+            if columns is not None:
+                made.weight = made.weight * columns.to(weight.device)
+            if divisors is not None:
+                made.weight = made.weight / divisors.to(weight.device)[:, None]
+        made.beside = found.beside(target.name)
+        return made
+
+    def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
+        divisors = state["calibration"] and state["calibration"].divisors(name)
+        if divisors is None:
+            return Compressed(tensor, {})
+        dtype = self.dtype or tensor.dtype
+        return Compressed((tensor.to(dtype).float() / divisors).to(dtype), {"smoothed": True})
+
+    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+        """Writing: a weight as stored, its codes, and in float32 if it is folded. Calibrating: see the terms."""
+        wide = 4 if self.smooth != "off" or self.activations == "channel" else 0
+        writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
+        if self.text is None:
+            return writing
+        layers: dict[str, list[Target]] = {}
+        for target in targets:
+            layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
+        layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
+        outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
+        config = checkpoint.text_config
+        width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
+        hidden = self.text.nsamples * self.text.seqlen * width * (self.dtype or targets[0].dtype).itemsize
+        copies = 2 if wide else 1  # inputs and outputs of a layer
+        widest = max(t.cols for t in targets)
+        window = 4 * self.text.seqlen * widest * 8  # a forward pass and its statistics
+        inputs = max(sum(3 * 4 * SAMPLED_ROWS * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
+        return max(
+            writing, layer + 2 * outside + copies * hidden + window + inputs + 3 * 4 * max(t.elements for t in targets)
+        )
+
+    def describe(self, plan: Plan, tensors: list[dict]) -> dict:
+        facts = {}
+        if self.text is not None:
+            facts["calibration"] = manifest_facts(plan.work)
+        return facts | {"report": report(tensors, facts.get("calibration"))}
+
+    def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
+        """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
+        ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
+        config = self.scheme.quantization_config(ignore)
+        if any(item.get("transposed") or item["layout"] in sparse.MODULES for item in tensors):
+            return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
+                key: config[key] for key in ("config_groups", "ignore")
+            }
+        return config
+
+
+def report(tensors: list[dict], calibration: dict | None) -> dict:
+    """How well each weight came through: {"layers": [{name, snr_db, clip_share, output_error}, …], "worst": five names}.
+
+    `snr_db` is of the weight, `clip_share` of its input's values (None unless static), `output_error` relative on calibration text (None
+    without). Worst first by output error where there is one, else by SNR.
+    """
+    inputs = {name: item for item in (calibration or {}).get("inputs", []) for name in item["weights"]}
+    layers = []
+    for record in tensors:
+        if "int8" in (record["layout"], record.get("value_dtype")):
+            seen = inputs.get(record["name"], {})
+            snr = -20 * math.log10(record["error"]) if record["error"] else None
+            layers.append(
+                {
+                    "name": record["name"],
+                    "snr_db": snr and round(snr, 2),
+                    "clip_share": seen.get("clip_share"),
+                    "output_error": seen.get("output_error", {}).get(record["name"]),
+                }
+            )
+    layers.sort(key=lambda layer: (-(layer["output_error"] or 0.0), layer["snr_db"] or math.inf, layer["name"]))
+    return {"layers": layers, "worst": [layer["name"] for layer in layers[:5]]}
+
+
+def needs_text(activations: str, smooth: str) -> bool:
+    """Whether these choices are calibrated."""
+    return activations in (*STATIC, "channel") or smooth != "off"
+
+
+def _is_alpha(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Recovery of pruned models by distillation: the recipe of `compress recover`."""

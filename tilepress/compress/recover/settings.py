@@ -1,0 +1,122 @@
+"""What recovery is asked to do, and the memory that it takes for that."""
+
+import re
+from dataclasses import dataclass
+
+from tilepress.compress.run.targets import Target
+from tilepress.formats import UsageError
+from tilepress.formats.checkpoint import Checkpoint
+
+TRAIN = ("kept", "norms", "all")
+_MICRO_TOKENS = 16384  # that run at a time unless --micro-batch says otherwise
+HELD_OUT = 16  # windows at most, to say what training brought
+_LAYER = re.compile(r"\.\d+\.")  # in the name of a decoder layer's tensor
+KEPT_ACTIVATIONS = 4 << 30  # bytes; layers that would keep more for the way back compute it again
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Settings of the training. Raises UsageError for one that makes no sense."""
+
+    steps: int
+    dataset: str
+    seqlen: int = 2048
+    seed: int = 0
+    batch: int = 16  # windows of a step
+    micro_batch: int | None = None  # windows at a time; None: what 16,384 tokens hold
+    lr: float | None = None  # at its peak; None: by the model's width
+    hidden_loss: float = 1.0  # weight of the hidden states' error beside the divergence
+    train: str = "all"  # kept | norms | all
+    blocks: bool = False  # block by block
+    nsamples: int = 128  # windows, block by block
+    noise: float = 0.0  # share of input tokens that others of the text replace, for both models
+
+    def __post_init__(self):
+        for name, value, least in (
+            ("steps", self.steps, 1),
+            ("seqlen", self.seqlen, 16),
+            ("seed", self.seed, 0),
+            ("batch", self.batch, 1),
+            ("micro-batch", 1 if self.micro_batch is None else self.micro_batch, 1),
+            ("nsamples", self.nsamples, 2),
+        ):
+            if value < least:
+                raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
+        if self.lr is not None and not 0 < self.lr < 1:
+            raise UsageError(f"--lr {self.lr:g} is not between 0 and 1", "leave it out, or try 0.0003")
+        if not 0 <= self.hidden_loss < float("inf"):
+            raise UsageError(f"--hidden-loss {self.hidden_loss:g} is no weight", "0 leaves hidden states out")
+        if not 0 <= self.noise < 1:
+            raise UsageError(f"--noise {self.noise:g} is no share below 1", "0.05 replaces a token in twenty")
+        if self.train not in TRAIN:
+            raise UsageError(f"--train {self.train} is unknown", f"choose one of {', '.join(TRAIN)}")
+
+    @property
+    def tokens(self) -> int:
+        """That training sees; block by block each layer."""
+        return self.steps * self.batch * self.seqlen
+
+    @property
+    def windows_at_once(self) -> int:
+        return self.micro_batch or max(1, min(self.batch, _MICRO_TOKENS // self.seqlen))
+
+    def peak_lr(self, width: int) -> float:
+        """Falls with the width of the model: Yang et al. 2022 (arXiv 2203.03466); the constant is measured, docs/recovery.md."""
+        return self.lr or min(0.5 / width, 2e-3)
+
+
+def hidden_size(checkpoint: Checkpoint, targets: list[Target]) -> int:
+    config = checkpoint.text_config
+    return config.get("hidden_size") or config.get("n_embd") or max(target.cols for target in targets)
+
+
+def layer_count(checkpoint: Checkpoint) -> int:
+    config = checkpoint.text_config
+    return config.get("num_hidden_layers") or config.get("n_layer") or 1
+
+
+def activation_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, recomputed: bool) -> int:
+    """What the way back needs of the windows that run at a time, about: float32 inputs and outputs of linear layers, norms and products."""
+    tokens, layers = recovery.windows_at_once * recovery.seqlen, layer_count(checkpoint)
+    inside = 4 * tokens * sum(2 * target.rows + target.cols for target in targets) // layers
+    boundaries = 2 * 4 * tokens * hidden_size(checkpoint, targets) * layers  # of both models
+    return boundaries + (inside if recomputed else inside * layers)
+
+
+def keeps_activations(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery) -> bool:
+    """Whether layers keep what the way back needs, or compute it again."""
+    return activation_bytes(checkpoint, targets, recovery, False) <= KEPT_ACTIVATIONS
+
+
+def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, way: str, device: str) -> int:
+    """On the device, about, of training the whole model or block by block on a card or the CPU, without what torch itself takes."""
+    kept = sum(target.elements for target in targets)
+    entries = [entry for name, entry in checkpoint.tensors.items() if name not in {t.name for t in targets}]
+    parts = {entry.name for t in targets for entry in t.weight.entries}
+    inside, outside = (
+        sum(
+            entry.nbytes // entry.dtype.itemsize
+            for entry in entries
+            if entry.name not in parts and entry.dtype.is_floating_point and bool(_LAYER.search(entry.name)) == within
+        )
+        for within in (True, False)
+    )  # of other tensors, fused experts among them: in decoder layers and not
+    compute = 2 if device == "cuda" else 4
+    trains = 4 + 4 + 8  # the weight, its gradient, two moments
+    others = trains if recovery.train == "all" else 4
+    casts = 2 if device == "cuda" else 0  # of autocast
+    if way == "model":
+        vocabulary = checkpoint.text_config.get("vocab_size") or 0
+        logits = recovery.windows_at_once * recovery.seqlen * vocabulary * 3 * compute
+        rows = 4 * 4 * min(2048, recovery.windows_at_once * recovery.seqlen) * vocabulary
+        keeps = keeps_activations(checkpoint, targets, recovery)
+        activations = activation_bytes(checkpoint, targets, recovery, not keeps)
+        weights = kept * (trains + 1 + casts + compute) + (inside + outside) * (others + casts + compute)
+        return weights + activations + logits + rows
+    layers = layer_count(checkpoint)
+    layer = (kept * (trains + 1 + casts) + inside * (others + casts)) // layers
+    one = Recovery(1, recovery.dataset, recovery.seqlen, batch=1, micro_batch=1)
+    activations = activation_bytes(checkpoint, targets, one, False) // layers
+    windows = min(recovery.nsamples, recovery.steps * recovery.batch) + HELD_OUT
+    hidden = 3 * windows * recovery.seqlen * hidden_size(checkpoint, targets) * targets[0].dtype.itemsize
+    return layer + outside * (4 + compute) + activations + (hidden if device == "cpu" else 0)

@@ -1,0 +1,228 @@
+"""The last step of a run: config, index, model card and manifest, once every shard is done."""
+
+import collections
+import shutil
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+
+from tilepress import __version__
+from tilepress.compress.prune import expectation
+from tilepress.compress.run.plan import Plan, done_record, other_files
+from tilepress.formats import TilepressError, sparse
+from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+
+OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
+
+
+def finish(plan: Plan) -> dict | None:
+    """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing.
+
+    Of several ranks that come last at once, each writes the same bytes; one that finds the work folder gone was not needed.
+    """
+    try:
+        manifest = _finish(plan)
+    except TilepressError:
+        if not (plan.output / MANIFEST_NAME).exists() or plan.work.exists():
+            raise
+        manifest = None
+    if manifest is None and (plan.output / MANIFEST_NAME).exists():
+        manifest = read_manifest(plan.output)
+    return manifest
+
+
+def _finish(plan: Plan) -> dict | None:
+    records = [done_record(plan, shard) for shard in plan.shards]
+    if not all(records):
+        return None
+    checkpoint = Checkpoint(plan.source)
+    copied = _copy_other_files(plan)
+    tensors = [tensor for record in records for tensor in record["tensors"]]
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tilepress": __version__,
+        "command": plan.recipe.command,
+        "settings": plan.recipe.settings(),
+        "fingerprint": plan.fingerprint,
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+        "source": {"name": plan.name, "files": [r["source"] for r in records]}
+        | (
+            {"recipe": {k: checkpoint.manifest[k] for k in ("command", "settings", "source")}}
+            if checkpoint.manifest
+            else {}
+        ),
+        "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
+        "tensors": sorted(tensors, key=lambda t: t["name"]),
+    } | plan.recipe.describe(plan, tensors)
+    write_atomic(plan.output / "README.md", model_card(manifest).encode(), plan.work)
+    total = sum(tensor["bytes"] for tensor in tensors)
+    weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
+    write_atomic(
+        plan.output / INDEX_NAME,
+        to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}),
+        plan.work,
+    )
+    extra = plan.recipe.extra_files(plan)
+    for name, content in extra.items():
+        with disk_errors(plan.output / name):
+            (plan.output / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(plan.output / name, content, plan.work)
+    config = plan.recipe.result_config(checkpoint.config, tensors, list(plan.left_alone))
+    write_atomic(plan.output / "config.json", to_json(config), plan.work)
+    files = [record["file"] for record in records]
+    for name in sorted([*copied, *extra, "README.md", INDEX_NAME, "config.json"]):
+        files.append(
+            {"name": name, "bytes": (plan.output / name).stat().st_size, "sha256": sha256_file(plan.output / name)}
+        )
+    manifest["files"] = files
+    write_atomic(plan.output / MANIFEST_NAME, to_json(manifest), plan.work)
+    shutil.rmtree(plan.work, ignore_errors=True)
+    return manifest
+
+
+def _copy_other_files(plan: Plan) -> list[str]:
+    """Tokenizer, licence and whatever else the source has beside its weights; its README as SOURCE_README.md."""
+    copied = []
+    for name in other_files(plan.source):
+        copy = Path("SOURCE_README.md") if str(name) == "README.md" else name
+        with disk_errors(plan.output / copy):
+            (plan.output / copy).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(plan.output / copy, plan.source / name, plan.work)
+        copied.append(str(copy))
+    return copied
+
+
+def model_card(manifest: dict) -> str:
+    """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+    base = manifest["source"]["name"]
+    packed = [t for t in manifest["tensors"] if t["layout"] in sparse.MODULES]
+    int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
+    total = sum(t["bytes"] for t in manifest["tensors"])
+    changed = [t for t in manifest["tensors"] if "zeros" in t]
+    tags = ["tilepress", *(["sparse"] if packed or changed else []), *(["int8", "compressed-tensors"] if int8 else [])]
+    lines = ["---", "library_name: transformers", f"tags: [{', '.join(tags)}]"]
+    if "/" in base:
+        lines += [f"base_model: {base}", "base_model_relation: quantized"]
+    lines += [
+        "---",
+        "",
+        f"# {base}, compressed with tilepress",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| made by | `tilepress {manifest['command']}` {_settings(manifest['settings'])} |",
+    ]
+    made = manifest
+    while "recipe" in made["source"]:
+        made = made["source"]["recipe"]
+        lines.append(f"| from | `tilepress {made['command']}` {_settings(made['settings'])} |")
+    lines.append(f"| weights | {total / 1e6:.1f} MB |")
+    if changed:
+        zeros, elements = sum(t["zeros"] for t in changed), sum(prod(t["shape"]) for t in changed)
+        lines.append(
+            f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
+        )
+    if "recovery" in manifest:
+        lines.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
+    if manifest["left_alone"]:
+        lines.append(
+            f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |"
+        )
+    lines.append("")
+    if packed:
+        lines += [
+            f"{_how_packed(packed)} transformers loads them after `import tilepress.hf`:",
+            "",
+            "```python",
+            "import tilepress.hf",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("DIR")',
+            "```",
+            "",
+            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights"
+            + (" (INT8: rounded)." if any(t.get("value_dtype") == "int8" for t in packed) else "."),
+            "",
+        ]
+    if int8:
+        lines += [f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} {OURS} runs it.", ""]
+        if "report" in manifest:
+            worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
+            lines += [f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.", ""]
+    if "kv_cache" in manifest:
+        told = manifest["kv_cache"]
+        lines += [
+            f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
+            f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
+            f"{OURS} generates with it; other loaders ignore it.",
+            "",
+        ]
+    lines += _expected(manifest)
+    lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
+    return "\n".join(lines)
+
+
+def _brought(told: dict) -> str:
+    """What training saw, and what it brought on text that was held out."""
+    if told["way"] == "blocks":
+        last = told["layers"][-1]
+        return (
+            f"{told['tokens']:,} tokens a layer, held-out error of the last layer's output {last['error_before']:.4f} -> "
+            f"{last['error_after']:.4f} (every layer's is in `tilepress.json`)"
+        )
+    return f"{told['tokens']:,} tokens, held-out KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
+
+
+def _expected(manifest: dict) -> list[str]:
+    """How the zeros were chosen, what speaks against it, and what is known where they were trained around since."""
+    made, trained = manifest, False
+    while "method" not in made["settings"] and "recipe" in made["source"]:
+        trained = trained or made["command"] == "compress recover"
+        made = made["source"]["recipe"]
+    trained = trained or made["command"] == "compress recover" or "recover_steps" in made["settings"]
+    method, sparsity = made["settings"].get("method"), made["settings"].get("sparsity")
+    lines = []
+    if "allocation" in manifest:
+        seen = manifest["calibration"]
+        lines += [
+            f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
+            "the sparsity and the output error of every weight are in `tilepress.json`.",
+            "",
+        ]
+    if trained:
+        by, known = (f" by {method} to {sparsity:.0%} zeros", expectation.recovered(sparsity)) if method else ("", None)
+        told = f"What pruning{by} left was trained against the dense model, every zero held"
+        lines += [f"{told}; {known}." if known else f"{told}.", ""]
+        warnings = manifest.get("recovery", {}).get("warnings", [])
+    else:
+        warnings = [warned] if (warned := expectation.warning(method, sparsity)) else []
+    for warning in warnings:
+        lines += [f"**Warning**: {warning}.", ""]
+    return lines
+
+
+def _how_packed(packed: list[dict]) -> str:
+    counts = collections.Counter((t["layout"], t.get("value_dtype") == "int8") for t in packed)
+    names = {"tiled-csl": "Tiled-CSL", "tiled-bitmap": "tiled bitmaps"}
+    told = [f"{n} as {names[layout]}{' with INT8 values' if int8 else ''}" for (layout, int8), n in counts.items()]
+    return f"Linear weights are stored sparsely: {', '.join(told)}."
+
+
+def _int8_loaders(manifest: dict) -> str:
+    """Who else loads an INT8 artifact."""
+    tensors, made = manifest["tensors"], manifest
+    while "activations" not in made["settings"] and "recipe" in made["source"]:
+        made = made["source"]["recipe"]
+    activations = made["settings"].get("activations")
+    if any(t["layout"] == "int8" and t.get("transposed") for t in tensors):
+        return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
+    experts = any(".experts." in t["name"] for t in tensors)
+    runs = activations not in (None, "none", "tensor-dynamic") and (activations == "token" or not experts)
+    others = [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
+    layout = "The layout is that of compressed-tensors (`int-quantized`)"
+    return f"{layout}; by its rules these load the folder as it is: {', '.join(others) or 'none other'}."
+
+
+def _settings(settings: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if value not in (None, []))

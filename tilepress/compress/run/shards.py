@@ -1,0 +1,272 @@
+"""Writing an artifact's shards: one at a time, by any number of workers, through any number of interruptions.
+
+A worker is stateless: it takes the shards of its rank and skips those whose done-record carries this plan's fingerprint. One
+output shard comes from each input shard, so who writes it, and when, does not change a byte. Tensors pass through one by one:
+memory holds the largest weight about twice, whatever the shard's size.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.run.encode import Add, Compressed, Encoder, Layout, Load, converted
+from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
+from tilepress.compress.run.stages import Stages, add
+from tilepress.compress.run.targets import Target
+from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
+from tilepress.formats.sparse import SIDE_SUFFIXES
+
+
+def run_shards(
+    plan: Plan, rank: int = 0, world_size: int = 1, device: str = "cpu", progress: Progress = lambda what, count: None
+) -> dict[str, float]:
+    """Writes this rank's shards that are not done yet; returns the seconds of each stage. Raises TilepressError; what is done stays for --resume."""
+    stages = Stages(device)
+    with stages.of("prepare"):
+        state = plan.recipe.prepare(plan, rank, device, progress)
+    for shard in plan.shards[rank::world_size] if state is not None else ():
+        _ensure_shard(plan, shard, state, stages, progress)
+    return stages.seconds
+
+
+def run_parallel(
+    plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
+) -> dict[str, float]:
+    """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin. Seconds are those of all of them."""
+    stages = Stages(device)
+    with stages.of("prepare"):
+        state = plan.recipe.prepare(plan, rank, device, progress)
+    if state is None:
+        return stages.seconds
+    cards = torch.cuda.device_count() if device == "cuda" else 0
+    context = multiprocessing.get_context("spawn")
+    lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies
+    setup = (max(1, (os.cpu_count() or 1) // workers), lifeline)
+    with held, lifeline, ProcessPoolExecutor(workers, context, _setup_worker, setup) as pool:
+        try:
+            waiting = {}
+            for shard in plan.shards[rank::world_size]:
+                card = f"cuda:{shard.number % cards}" if cards else device
+                waiting[pool.submit(_shard_alone, plan, shard, state, card)] = shard
+            for future in as_completed(waiting):
+                add(stages.seconds, future.result())
+                progress(waiting[future].output, waiting[future].elements)
+        except BaseException:
+            held.close()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return stages.seconds
+
+
+def _setup_worker(threads: int, lifeline) -> None:
+    """A worker ends at once when the process that started it says so or is gone."""
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _shard_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+    stages = Stages(device)
+    _ensure_shard(plan, shard, state, stages, lambda what, count: None)
+    return stages.seconds
+
+
+def _ensure_shard(plan: Plan, shard: Shard, state: dict, stages: Stages, progress: Progress) -> None:
+    if done_record(plan, shard, hashed=True) is not None:
+        progress(shard.output, shard.elements)
+    else:
+        _write_shard(plan, shard, Checkpoint(plan.source), state, stages, progress)
+
+
+def _write_shard(
+    plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress
+) -> None:
+    for stale in plan.work.glob(f"{shard.output}.*.tmp"):  # of a killed run: a shard has one worker at a time
+        stale.unlink(missing_ok=True)
+    write = _link if plan.recipe.links else _rewrite
+    with ThreadPoolExecutor(1) as beside:
+        hashing = beside.submit(sha256_file, plan.source / shard.source)
+        declared = {file["name"]: file["sha256"] for file in (checkpoint.manifest or {}).get("files", [])}
+        if shard.source in declared:  # an artifact: what it is made of is checked first
+            with stages.of("read"):
+                _check_hash(shard, hashing.result(), declared[shard.source])
+        size, digest, tensors = write(plan, shard, checkpoint, state, stages, progress)
+        with stages.of("read"):
+            source_hash = hashing.result()
+    write_atomic(
+        plan.work / f"{shard.output}.done.json",
+        to_json(
+            {
+                "fingerprint": plan.fingerprint,
+                "source_mtime_ns": source_mtime(plan, shard),
+                "source": {
+                    "name": shard.source,
+                    "bytes": (plan.source / shard.source).stat().st_size,
+                    "sha256": source_hash,
+                },
+                "file": {"name": shard.output, "bytes": size, "sha256": digest or source_hash},
+                "weight_map": {name: entry.file for name, entry in read_header(plan.output / shard.output).items()},
+                "tensors": tensors,
+            }
+        ),
+        plan.work,
+    )
+
+
+def _check_hash(shard: Shard, found: str, declared: str) -> None:
+    if found != declared:
+        raise TilepressError(
+            f"{shard.source} does not have the hash that {MANIFEST_NAME} declares",
+            "the file changed after it was written: make the artifact again",
+        )
+
+
+def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress) -> tuple:
+    """Puts a source shard into the output as it is: (size, None for the source's hash, records of its weights)."""
+    declared = {record["name"]: record for record in (checkpoint.manifest or {}).get("tensors", [])}
+    tensors = []
+    for job in shard.jobs:
+        progress(job.weight.name, 0)
+        copy = _Copy(plan.recipe, checkpoint, job.weight, state)
+        for entry in job.weight.entries if job.weight.name not in declared else ():
+            copy.write(entry.name, lambda name, shape, pieces: sum(piece.nbytes for piece in pieces))
+        tensors.append(declared.get(job.weight.name) or {"name": job.weight.name} | copy.record)
+    source, output = plan.source / shard.source, plan.output / shard.output
+    output.unlink(missing_ok=True)
+    try:
+        os.link(source.resolve(), output)
+    except OSError:  # another disk, or one without links
+        write_atomic(output, source, plan.work)
+    return output.stat().st_size, None, sorted(tensors, key=lambda record: record["name"])
+
+
+def _rewrite(
+    plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress
+) -> tuple:
+    """Writes a shard of what the recipe makes of each weight: (size, hash, records)."""
+    recipe, layouts = plan.recipe, {}
+    for job in shard.jobs:
+        if job.target:
+            load = _load(recipe, checkpoint, job.target, state, stages)
+            dtype = recipe.dtype or job.target.dtype
+            layouts[job.weight.name] = recipe.layout(job.target).settled(job.target, dtype, load)
+    planned = sorted(
+        ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, recipe, layouts.get(job.weight.name))),
+        key=lambda pair: _order(pair[0]),
+    )
+    writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
+    encoders: dict[str, Encoder] = {}
+
+    def put(name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
+        with stages.of("write"):
+            return writer.add(name, shape, stages.each("pack", pieces))
+
+    try:
+        for tensor, job in planned:
+            progress(tensor.name, 0)
+            if job.weight.name not in encoders:
+                layout = layouts.get(job.weight.name)
+                encoders[job.weight.name] = _encoder(recipe, checkpoint, job, layout, state, stages)
+            with stages.of("pack"):
+                encoders[job.weight.name].write(tensor.name, put)
+            if job.target and tensor.name == job.weight.name:
+                progress(tensor.name, job.target.elements)
+        with stages.of("write"):
+            size, digest = writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    records = {name: {"name": name} | encoder.record for name, encoder in encoders.items()}
+    return size, digest, [records[name] for name in sorted(records)]
+
+
+def _order(tensor: PlannedTensor) -> tuple:
+    """Wide elements first, so that every tensor is aligned without holes; packed words (whole 128-byte lines) before their side tensors."""
+    return (
+        -tensor.dtype.itemsize,
+        next((i for i, s in enumerate(SIDE_SUFFIXES, 1) if tensor.name.endswith(s)), 0),
+        tensor.name,
+    )
+
+
+def _load(recipe: Recipe, checkpoint: Checkpoint, target: Target, state: dict, stages: Stages) -> Load:
+    def load() -> Compressed:
+        with stages.of("read"):
+            weight = _matrix(checkpoint, target, recipe, stages.device)
+        with stages.of(recipe.command.split()[-1]):
+            return recipe.transform(target, weight, state)
+
+    return load
+
+
+def _encoder(
+    recipe: Recipe, checkpoint: Checkpoint, job: Job, layout: Layout | None, state: dict, stages: Stages
+) -> Encoder:
+    if job.target is None:
+        return _Copy(recipe, checkpoint, job.weight, state)
+    transformed = _load(recipe, checkpoint, job.target, state, stages)
+
+    def load() -> Compressed:
+        made = transformed()
+        made.record = {"layout": layout.name} | made.record
+        return made
+
+    return layout.encoder(job.target, recipe.dtype or job.target.dtype, load)
+
+
+class _Copy:
+    """A weight that is no target: its stored tensors as they are, or as the recipe has them."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict):
+        self.recipe, self.checkpoint, self.weight, self.state = recipe, checkpoint, weight, state
+        self.record = {"layout": weight.layout}
+
+    def write(self, name: str, add: Add) -> None:
+        if "error" not in self.record:
+            if self.weight.layout != "dense":
+                found, problems = self.checkpoint.examine(self.weight)
+                if problems:
+                    raise TilepressError(
+                        f"{self.weight.name}: {problems[0]}",
+                        "the artifact is damaged: `tilepress verify DIR` lists every finding",
+                    )
+                self.record |= found | {"bytes": self.weight.nbytes}
+            self.record["error"] = 0.0
+        made = self.recipe.copy(name, self.checkpoint.read(name), self.state)
+        stored, self.record = made.weight, self.record | made.record
+        dtype = self.recipe.dtype if self.recipe.dtype and stored.is_floating_point() else stored.dtype
+        nonzeros = 0
+
+        def pieces() -> Iterator[Tensor]:
+            nonlocal nonzeros
+            for piece in converted(stored, dtype, name):
+                nonzeros += int(torch.count_nonzero(piece))
+                yield piece
+
+        nbytes = add(name, tuple(stored.shape), pieces())
+        if self.weight.layout == "dense":
+            shape = {"shape": list(stored.shape), "dtype": dtype_name(dtype)}
+            self.record |= shape | {"nonzeros": nonzeros, "bytes": nbytes}
+
+
+def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: torch.device) -> Tensor:
+    """The target's weight as [out_features, in_features] in the recipe's dtype."""
+    source = checkpoint.dense(target.weight, device)
+    if recipe.dtype is not None and recipe.dtype != source.dtype:
+        source = torch.cat(list(converted(source, recipe.dtype, target.name))).view(source.shape)
+    return (source.t() if target.transposed else source).contiguous()

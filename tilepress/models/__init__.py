@@ -1,0 +1,1 @@
+"""What is known of models: their families, their experts, and how one is built without weights."""

@@ -1,0 +1,1 @@
+"""The forward pass for decoding, its caches and CUDA graphs."""

@@ -1,0 +1,1 @@
+"""What makes transformers load and run artifacts: the quantizer plug-in, the paged cache, fused layers."""

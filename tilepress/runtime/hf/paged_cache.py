@@ -1,0 +1,483 @@
+"""An attention cache of quantized pages for transformers models: `generate` fills it, attention reads it.
+
+`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that
+it has alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives
+them slots, and an attention function of our own reads the pages; attention modules of the common form use fewer and larger ops
+(fused_attention.py). Whatever the attention sees is what the cache holds, in prefill too: cutting a text into other pieces changes results by
+rounding alone (which may tip a value from one code to the next).
+"""
+
+import contextlib
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.kv_calibration import KVCalibration
+from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
+from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
+from tilepress.runtime.hf import fused_attention
+
+ops = torch.ops.tilepress
+ATTENTION = "tilepress_kv"
+
+
+class PagePool:
+    """The pages of all layers, uint8 [num_pages, KV heads, page_bytes] each, and their calibration. Fixed in number, or doubling when they run out.
+
+    Sequences that begin alike (beams) share full pages: a page is free once all its users have given it back.
+    """
+
+    def __init__(self, calibration: KVCalibration, device: torch.device | str, num_pages: int | None = None):
+        self.grows, form = num_pages is None, calibration.form
+        self.pages = [
+            torch.empty(num_pages or 0, calibration.kv_heads, form.page_bytes, dtype=torch.uint8, device=device)
+            for _ in calibration.layers
+        ]
+        self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
+        self.free = list(range(num_pages or 0))[::-1]
+        self.users = [0] * (num_pages or 0)
+
+    @property
+    def total(self) -> int:
+        return self.pages[0].shape[0]
+
+    def take(self, count: int) -> list[int]:
+        """Raises TilepressError, and takes nothing, if there are not so many."""
+        if count > len(self.free):
+            lacking = count - len(self.free)
+            if not self.grows:
+                raise TilepressError(
+                    f"the cache needs {self.total + lacking} pages of {PAGE_TOKENS} tokens, it has {self.total}",
+                    "make it with more num_pages, or give it fewer and shorter sequences",
+                )
+            self._grow(max(lacking, self.total))
+        taken = [self.free.pop() for _ in range(count)]
+        for page in taken:
+            self.users[page] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        """One more user for each."""
+        for page in pages:
+            self.users[page] += 1
+
+    def give(self, pages: list[int]) -> None:
+        """Back from one user."""
+        for page in pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+
+    def move(self, layer: int, device: torch.device) -> None:
+        """A layer's pages and calibration to where its keys are; nothing where they are there."""
+        if self.pages[layer].device != device:
+            self.pages[layer] = self.pages[layer].to(device)
+            self.sides[layer] = tuple(side.to(device) for side in self.sides[layer])
+
+    def copy(self, page: int, to: int) -> None:
+        for pages in self.pages:
+            pages[to] = pages[page]
+
+    def _grow(self, count: int) -> None:
+        self.free = [*range(self.total, self.total + count)][::-1] + self.free
+        self.users += [0] * count
+        for i, old in enumerate(self.pages):
+            self.pages[i] = torch.cat([old, old.new_empty(count, *old.shape[1:])])
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's view of a `PagedCache`, as transformers wants to see it."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "PagedCache", number: int):
+        super().__init__()
+        self.cache, self.number, self.is_initialized = cache, number, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if key_states.requires_grad and torch.is_grad_enabled() and self.cache.trains():
+            raise UsageError("the packed cache has no gradients", "train with use_cache=False")
+        self.cache.append(self.number, key_states, value_states)
+        self.cache.appended = (key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.columns
+
+    def get_max_length(self) -> int:
+        return -1 if self.cache.pool.grows else self.cache.pool.total * PAGE_TOKENS
+
+
+class _Announced(NamedTuple):
+    """The positions of a forward pass, and what the sequences have with them."""
+
+    positions: Tensor  # int64 [batch, positions], of each query in its own sequence
+    slots: Tensor  # int64 [batch * positions], -1 for padding
+    block_table: Tensor  # int32 [batch, most pages]
+    seq_lens: Tensor  # int32 [batch]
+
+
+class PagedCache(Cache):
+    """The cache of a batch of sequences. `num_pages` fixes the pool (64 tokens a page), or `pool` is shared; without both it grows.
+
+    `begin` announces the positions of a forward pass, then each layer appends and attends. Pages are on `device`; those of a layer on another one
+    (`device_map`) move there when it first appends.
+    """
+
+    def __init__(
+        self,
+        calibration: KVCalibration,
+        device: torch.device | str,
+        num_pages: int | None = None,
+        pool: PagePool | None = None,
+    ):
+        super().__init__(layers=[_Layer(self, i) for i in range(len(calibration.layers))])
+        self.calibration, self.pool = calibration, pool or PagePool(calibration, device, num_pages)
+        self.appended: tuple[Tensor, Tensor] | None = None  # what the layer at hand gave, until it attends
+        self.training = False
+        self.free()
+
+    @property
+    def columns(self) -> int:
+        """Positions that the first layer has, padding included: what transformers calls the cache's length."""
+        return self.real.shape[1] - (self._new if 0 in self._awaited else 0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.real.sum(1).tolist()
+
+    def trains(self) -> bool:
+        return self.training
+
+    def begin(self, real: Tensor) -> None:
+        """Gives slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
+        the pool is too small; UsageError if the batch is another or the pass before did not come to its end."""
+        if self._awaited:
+            raise UsageError("the pass before stopped in the middle: some layers lack its tokens", "use a new cache")
+        real = real.cpu()
+        if self.tables and len(self.tables) != real.shape[0]:
+            raise UsageError(
+                f"the cache holds {len(self.tables)} sequences, the batch has {real.shape[0]}", "use a new cache"
+            )
+        tables = self.tables or [[] for _ in range(real.shape[0])]
+        lengths = self.real.sum(1) if self.tables else torch.zeros(real.shape[0], dtype=torch.long)
+        after = lengths + real.sum(1)
+        wanted = [-(-n // PAGE_TOKENS) - len(table) for n, table in zip(after.tolist(), tables, strict=True)]
+        shared, users = [], {}  # sequences whose last page is written to now and read by others
+        for i, (table, n, new) in enumerate(zip(tables, lengths.tolist(), real.sum(1).tolist(), strict=True)):
+            if new and n % PAGE_TOKENS:
+                users[table[-1]] = users.get(table[-1], self.pool.users[table[-1]]) - 1
+                if users[table[-1]]:
+                    shared.append(i)
+        taken = self.pool.take(sum(wanted) + len(shared))
+        for i in shared:
+            own, others = taken.pop(), tables[i][-1]
+            self.pool.copy(others, own)
+            self.pool.give([others])
+            tables[i][-1] = own
+        for table, count in zip(tables, wanted, strict=True):
+            table += [taken.pop() for _ in range(count)]
+        self.tables = tables
+        self.real = torch.cat([self.real if self.real.numel() else real.new_empty(real.shape[0], 0), real], 1)
+        self._awaited, self._new = set(range(len(self.pool.pages))), real.shape[1]
+        most = max(1, *map(len, tables))
+        table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32)
+        positions = lengths[:, None] + real.long().cumsum(1) - 1
+        pages = table.long().gather(1, positions.clamp(min=0) // PAGE_TOKENS)
+        slots = torch.where(real, pages * PAGE_TOKENS + positions % PAGE_TOKENS, -1).reshape(-1)
+        self._announced = {torch.device("cpu"): _Announced(positions, slots, table, after.int())}
+        self.announced(self.pool.pages[0].device)
+
+    def announced(self, device: torch.device) -> _Announced:
+        """What `begin` found, copied to a device once for all its layers."""
+        if device not in self._announced:
+            found = self._announced[torch.device("cpu")]
+            if device.type == "cuda":  # pinned, or else the host waits for the card here
+                found = (x.pin_memory() for x in found)
+            self._announced[device] = _Announced(*(x.to(device, non_blocking=True) for x in found))
+        return self._announced[device]
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key, value [batch, KV heads, positions, D] of the positions that `begin` announced."""
+        self._expect(layer, key, value)
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        slots = self.announced(key.device).slots
+        ops.kv_append(self.pool.pages[layer], *rows, slots, *self._quantization(layer))
+        self._awaited.remove(layer)
+
+    def rope_append(
+        self,
+        layer: int,
+        query: Tensor,  # [batch, positions, heads, D], as its projection gives it
+        key: Tensor,  # [batch, positions, KV heads, D]
+        value: Tensor,  # [batch, positions, KV heads, D]
+        norms: tuple[Tensor | None, Tensor | None],  # weights [D] of the RMS norms of queries and of keys
+        eps: float,  # of both
+        cos: Tensor,  # [batch or 1, positions, rotary / 2]
+        sin: Tensor,  # [batch or 1, positions, rotary / 2]
+        fold: bool,
+    ) -> Tensor:
+        """Appends the positions that `begin` announced after norms and RoPE, and returns the query after them, in the shape that it has; with `fold`
+        as `attend` takes it for one position (kernels/rope_append.py)."""
+        self._expect(layer, key, value)
+        rows = [x.flatten(0, 1) for x in (query, key, value)]
+        turns = [x.expand(len(query), -1, -1).flatten(0, 1) for x in (cos, sin)]
+        biases, interleaved, slots = (None, None, None), False, self.announced(key.device).slots
+        between = (*biases, *norms, eps, *turns, interleaved, fold, slots)
+        out = ops.rope_append(self.pool.pages[layer], *rows, *between, *self._quantization(layer))
+        self._awaited.remove(layer)
+        return out.view(query.shape)
+
+    def _expect(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
+        if layer not in self._awaited:
+            raise UsageError(
+                "the paged cache was not told of these positions", "call the causal language model, not its base model"
+            )
+        # On a card a decode step looks at no value: each layer would wait for the card. NaN stays NaN in its row, and so in what attention gives.
+        if self._new > 1 or key.device.type == "cpu":
+            check_finite(layer, key, value)
+        self.pool.move(layer, key.device)
+
+    def _quantization(self, layer: int) -> tuple:
+        """The last arguments of an op that appends: `Quantization` of kernels/kv_cache.py."""
+        (keys, values), form, calibration = self.pool.sides[layer], self.calibration.form, self.calibration
+        return *keys, *values, form.bits, form.group_size, form.static, calibration.rotate, calibration.refits
+
+    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False) -> Tensor:
+        """query [batch, heads, positions, D] of the positions that `begin` announced -> [batch, positions, heads, D]. A query that is `folded` has
+        the keys' scale and rotation already; only one of one position may be."""
+        (keys, values), form = self.pool.sides[layer], self.calibration.form
+        sides, rotate = (*keys[:2], *values[:2]), self.calibration.rotate
+        pages, shape = self.pool.pages[layer], (form.bits, form.group_size, form.static)
+        positions, _, block_table, seq_lens = self.announced(query.device)
+        if query.shape[2] == 1:
+            if folded:
+                sides, rotate = (None, *sides[1:]), False
+            args = (pages, block_table, seq_lens, scale, *sides, *shape, rotate)
+            return ops.decode_attention(query[:, :, 0].contiguous(), *args)[:, None]
+        most = max(self.lengths)
+        args = (pages, block_table, seq_lens, most, *sides, query.shape[-1], *shape, rotate, query.dtype)
+        key, value = ops.kv_read(*args)
+        # A padded query attends to the first key: what it gives is not used.
+        allowed = torch.arange(most, device=query.device) <= positions.clamp(min=0)[:, :, None]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    def free(self) -> None:
+        """Gives all pages back."""
+        for table in getattr(self, "tables", []):
+            self.pool.give(table)
+        self.tables: list[list[int]] = []  # of each sequence
+        self.real = torch.empty(0, 0, dtype=torch.bool)  # [batch, columns]
+        self._awaited: set[int] = set()  # layers that have not appended this pass's positions
+        self._new = 0  # positions of this pass
+        self._announced: dict[torch.device, _Announced] = {}  # of this pass, on each device: see `begin`
+
+    reset = free
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes sequence beam_idx[i], with which it shares pages until one of them writes."""
+        chosen = beam_idx.tolist()
+        tables = [list(self.tables[i]) for i in chosen]
+        for table in tables:
+            self.pool.share(table)
+        for table in self.tables:
+            self.pool.give(table)
+        self.tables, self.real = tables, self.real[chosen]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.tables)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
+        count = -tokens_to_remove if tokens_to_remove < 0 else self.columns - tokens_to_remove
+        if tokens_to_remove == 0 or count <= 0:
+            return
+        self.real = self.real[:, : max(0, self.columns - count)]
+        for length, table in zip(self.lengths, self.tables, strict=True):
+            keep = -(-length // PAGE_TOKENS)
+            self.pool.give(table[keep:])
+            del table[keep:]
+
+    def __repr__(self) -> str:
+        used = self.pool.total - len(self.pool.free)
+        return (
+            f"PagedCache({self.calibration.form.name}, {len(self.tables)} sequences, {used} of {self.pool.total} pages)"
+        )
+
+
+def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
+    """Raises TilepressError naming the layer."""
+    if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
+        raise TilepressError(
+            f"layer {layer} gives keys or values that are not finite", "the model overflows in its dtype"
+        )
+
+
+@dataclass
+class KVState:
+    """What a model's attention modules know of the cache: one object that all share."""
+
+    calibration: KVCalibration
+    mode: str = "cache"  # cache: of passes that keep one | sim: passes without a cache quantize and dequantize | off
+    active: dict[int, PagedCache] = field(default_factory=dict)  # of each thread, while its pass runs
+    sides: dict = field(default_factory=dict)  # moved to the devices where they are needed
+
+    @property
+    def current(self) -> PagedCache | None:
+        """The cache of the pass that this thread runs."""
+        return self.active.get(threading.get_ident())
+
+
+@contextlib.contextmanager
+def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
+    """The model's cache in another mode; of no effect on models without one."""
+    state: KVState | None = getattr(model, "kv_state", None)
+    before = state and state.mode
+    try:
+        if state is not None:
+            state.mode = mode
+        yield
+    finally:
+        if state is not None:
+            state.mode = before
+
+
+def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
+    """Makes a transformers model use the paged cache wherever it would make itself a dynamic one.
+
+    An empty DynamicCache that is given to a pass becomes a PagedCache; a filled one and other kinds of cache serve as they are.
+    Raises TilepressError if the calibration has other layers, heads or head dimensions than the model."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    found = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+    declared = (len(calibration.layers), calibration.kv_heads, calibration.form.head_dim)
+    if found != declared:
+        raise TilepressError(
+            "the cache was calibrated for {} layers with {} KV heads of {}, the model has {} with {} of {}".format(
+                *declared, *found
+            ),
+            "calibrate again: `tilepress compress kv`",
+        )
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+    model.kv_state = KVState(calibration)
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.kv_state = model.kv_state
+    fused_attention.install(model)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, always_call=True)
+
+
+def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Puts our cache in the place of a new dynamic one, and announces the positions of this pass."""
+    state: KVState = model.kv_state
+    state.active.pop(threading.get_ident(), None)
+    if args:
+        kwargs = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
+        kwargs |= kwargs.pop("kwargs", {})
+    cache, uses = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if not isinstance(cache, PagedCache):
+        uses = getattr(model.config.get_text_config(), "use_cache", True) if uses is None else uses
+        if state.mode != "cache" or not uses:
+            return None
+        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+            warnings.warn(f"a {type(cache).__name__} of full precision is used, not the calibrated cache", stacklevel=2)
+            return None
+    if model.config._attn_implementation != ATTENTION:
+        raise UsageError(
+            f"the packed cache needs its own attention, the model was set to {model.config._attn_implementation!r}",
+            "load the model with kv=False",
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        raise UsageError("the paged cache takes an attention mask of [batch, tokens]", "give a mask of ones and zeros")
+    ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    if cache is None:
+        cache = PagedCache(state.calibration, ids.device)
+    elif not isinstance(cache, PagedCache):  # the caller holds it and will come back with it
+        cache.__class__, cache.__dict__ = PagedCache, vars(PagedCache(state.calibration, ids.device))
+        for layer in cache.layers:
+            layer.cache = cache
+    cache.training = model.training
+    real = torch.ones(ids.shape[:2], dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
+    cache.begin(real)
+    state.active[threading.get_ident()] = cache
+    return (), kwargs | {"past_key_values": cache, "use_cache": True}
+
+
+def _after_forward(model, args: tuple, output) -> None:
+    model.kv_state.active.pop(threading.get_ident(), None)
+
+
+def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):
+    """query [batch, heads, positions, D] -> ([batch, positions, heads, D], None)."""
+    state: KVState | None = getattr(module, "kv_state", None)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
+        raise UsageError(f"{type(module).__name__} has a mask of its own", "load the model with kv=False")
+    cache = state and state.current
+    if cache is not None:
+        appended, cache.appended = cache.appended, None
+        if appended is None or key is not appended[0] or value is not appended[1]:
+            raise UsageError(
+                f"{type(module).__name__} attends to other keys or values than it keeps", "load the model with kv=False"
+            )
+        return cache.attend(module.layer_idx, query, scaling), None
+    if state is not None and state.mode == "sim":
+        key, value = simulated(state, module.layer_idx, key, value)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """key, value [batch, KV heads, tokens, D] as they would come back from the cache."""
+    calibration, where = state.calibration, (layer, key.device)
+    check_finite(layer, key, value)
+    if where not in state.sides:
+        state.sides[where] = tuple(side.to(key.device) for side in calibration.layers[layer])
+    found = []
+    for x, side, rotate in zip((key, value), state.sides[where], (calibration.rotate, False), strict=True):
+        rows = x.transpose(1, 2)
+        back = fake_quantize(rows.flatten(0, 1), calibration.form, *side, rotate, calibration.refits)
+        found.append(back.view(rows.shape).transpose(1, 2).to(x.dtype))
+    return found[0], found[1]
+
+
+def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
+    """What serves how many layers in a mode of the cache."""
+    calibration, device = model.kv_state.calibration, next(model.parameters()).device
+    layers, form = len(calibration.layers), calibration.form
+    if mode == "cache":
+        fused = len(fused_attention.modules(model))
+        found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused}
+        found |= {kv_read.path(device): layers, decode_attention.path(device, form, model.dtype): layers}
+        return {name: count for name, count in found.items() if count}
+    quantized = f"of keys and values through {form.name} and back " if mode == "sim" else ""
+    return {f"torch attention {quantized}on {device.type}": layers}

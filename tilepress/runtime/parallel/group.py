@@ -1,0 +1,170 @@
+"""Tensor parallelism: the ranks of one torch.distributed group share each layer of a model, a card each.
+
+    column-parallel   q, k, v, gate, up, fc1    a rank has some rows of the weight, and gives its part of the outputs: nothing is sent
+    row-parallel      o, down, fc2              a rank has some columns and takes its part of the inputs: the outputs are summed over the ranks
+    vocabulary        lm_head                   a rank has some rows, its logits are gathered: every rank has them all, the same bits
+
+as in Megatron-LM (Shoeybi et al., 2019, section 3), so that a decoder layer has two sums. Query heads, with the KV heads that they attend to, are a rank's
+own; embeddings and norms are everybody's. All ranks run the same requests in lockstep: what is chosen depends on gathered logits alone.
+
+Row-parallel INT8 layers quantize a part of each token on each rank. A scale that is found at run time is the largest of all parts' scales: codes, and so
+integer sums, are those of one card. A part of zeros counts as float32's epsilon.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tilepress.formats import UsageError
+from tilepress.runtime.linear.int8 import Int8Linear
+from tilepress.runtime.linear.sparse import SparseLinear
+
+TILE = 128  # features of a part are multiples of this, where there are enough: rows and columns of tiles, and of what kernels like
+_PATIENCE = timedelta(minutes=30)  # a rank may compile kernels while the others wait
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This process's place among those that share a model, and what they do together. Every rank must call the same in the same order."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+    @classmethod
+    def start(cls, device: str | torch.device = "auto") -> "TensorParallel | None":
+        """The group that torchrun's variables describe, over NCCL on cards (of each host the rank's own) or gloo on a CPU; None outside of torchrun, or
+        for one process. Raises UsageError where there are fewer cards than ranks."""
+        size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        if size < 2 or "LOCAL_RANK" not in os.environ:
+            return None
+        cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        kind = torch.device(("cuda" if cards else "cpu") if device == "auto" else device).type
+        if kind == "cuda":
+            local = int(os.environ["LOCAL_RANK"])
+            if local >= cards:
+                raise UsageError(f"process {local} of torchrun has no card: torch sees {cards}", "start fewer")
+            here = torch.device("cuda", local)
+            torch.cuda.set_device(here)
+            dist.init_process_group("nccl", timeout=_PATIENCE, device_id=here)
+        else:
+            here = torch.device("cpu")
+            dist.init_process_group("gloo", timeout=_PATIENCE)
+        return cls(rank, size, here, dist.group.WORLD)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x, with the sum over the ranks in it."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """x, with each element's largest value on any rank in it."""
+        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[...] of each rank -> [ranks, ...]."""
+        found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        _gather(found, x.contiguous(), group=self.group)
+        return found.unflatten(0, (self.size, x.shape[0]))
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers. Waits for the card."""
+        found = torch.tensor(-number, device=self.device)
+        return -int(self.largest(found))
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} ranks, {dist.get_backend(self.group)}"
+
+    def part(self, count: int) -> tuple[int, int]:
+        """First and end of this rank's part of so many features, in whole tiles where every rank gets one."""
+        ends = parts(count, self.size)
+        return ends[self.rank], ends[self.rank + 1]
+
+
+def parts(count: int, size: int) -> list[int]:
+    """Where the ranks' parts of so many features begin, and the end: whole tiles, numbers of them that differ by one at most."""
+    unit = TILE if count >= TILE * size else 1
+    units = -(-count // unit)
+    return [min(count, rank * units // size * unit) for rank in range(size)] + [count]
+
+
+class RowParallel(nn.Module):
+    """A layer of this rank's part of its input features: the sum over the ranks. The bias is the first rank's, and nobody else's."""
+
+    def __init__(self, linear: nn.Module, group: TensorParallel):
+        super().__init__()
+        self.linears, self.group = nn.ModuleList([linear]), group
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.sum(self.linears[0](x))
+
+
+class RowParallelInt8(Int8Linear):
+    """The same of a layer with quantized inputs."""
+
+    group: TensorParallel
+
+    def codes(self, quantize: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if self.static[0] is not None:
+            return quantize(self.mode, *self.static)
+        _, scale = quantize(self.mode, None, None)
+        return quantize(self.mode, self.group.largest(scale), None)
+
+    def multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.group.sum(super().multiply(codes, scale, dtype))
+
+
+class Trimmed(nn.Module):
+    """A sparse layer whose tiles cover a part that does not begin and end where tiles do: inputs beside it are zeros, outputs beside it left out."""
+
+    def __init__(self, linear: SparseLinear, rows: tuple[int, int], cols: tuple[int, int]):
+        """`rows` and `cols`: first and end of the part among the layer's features."""
+        super().__init__()
+        self.linears, self.rows = nn.ModuleList([linear]), rows
+        self.beside = cols[0], linear.in_features - cols[1]
+        self.in_features, self.out_features = cols[1] - cols[0], rows[1] - rows[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linears[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = pad(x, self.beside) if any(self.beside) else x
+        return self.linears[0](x)[..., slice(*self.rows)]
+
+
+class VocabularyParallel(nn.Module):
+    """An output head of this rank's tokens, `sizes` of each rank: all logits, the same on every rank."""
+
+    def __init__(self, linear: nn.Module, sizes: list[int], group: TensorParallel):
+        super().__init__()
+        self.linears, self.sizes, self.group = nn.ModuleList([linear]), sizes, group
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linears[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., vocabulary]."""
+        own, most = self.linears[0](x), max(self.sizes)
+        own = own if own.shape[-1] == most else pad(own, (0, most - own.shape[-1]))
+        found = self.group.gather(own.flatten(0, -2))
+        if min(self.sizes) == most:
+            found = found.transpose(0, 1).flatten(1)
+        else:
+            found = torch.cat([logits[:, :size] for logits, size in zip(found, self.sizes, strict=True)], -1)
+        return found.unflatten(0, x.shape[:-1])

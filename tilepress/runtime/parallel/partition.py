@@ -1,0 +1,298 @@
+"""Which part of each layer is a rank's, and that part of a layer that is whole: in files (sharding.py) or in memory (demo/shapes.py). Numbers are taken as
+they are, nothing is packed or quantized again.
+
+    dense, INT8   rows or columns of the matrix; scales of rows with the rows, of tensors and inputs as they are
+    sparse        tiles are stored row block by row block: rows of a layer are one range of words, columns one range in each row block
+    KV cache      calibration of the rank's own KV heads; one that several ranks' query heads attend to is on each of them
+
+A part of a sparse layer that does not begin or end where tiles do takes all tiles that it touches (parallel.Trimmed): heads of 64 on an odd number, widths
+of less than a tile for each rank.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from tilepress.formats import TilepressError, UsageError, sparse
+from tilepress.formats.int8 import Int8Scheme
+from tilepress.formats.kv_calibration import KVCalibration, Side
+from tilepress.runtime.decode import decoder
+from tilepress.runtime.linear.int8 import Int8Linear
+from tilepress.runtime.linear.sparse import SparseLinear, sparse_linear
+from tilepress.runtime.parallel.group import (
+    RowParallel,
+    RowParallelInt8,
+    TensorParallel,
+    Trimmed,
+    VocabularyParallel,
+    parts,
+)
+
+VERIFY = "`tilepress verify DIR` lists every finding"
+Span = tuple[int, int]  # first and end
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a layer's outputs and inputs those that a rank has; None: all. `sums`: its outputs are summed over the ranks."""
+
+    rows: Span | None = None
+    cols: Span | None = None
+
+    @property
+    def sums(self) -> bool:
+        return self.cols is not None
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of a model and those of a rank: query heads [first, end) with the KV heads that they attend to."""
+
+    count: int
+    kv_count: int
+    dim: int
+    own: Span
+    own_kv: Span
+
+    @classmethod
+    def of(cls, config, group: TensorParallel) -> "_Heads":
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if heads % group.size or (kv_heads % group.size and group.size % kv_heads):
+            fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+            raise UsageError(
+                f"{heads} heads with {kv_heads} KV heads are not shared evenly by {group.size} ranks",
+                f"use {', '.join(map(str, fit))} ranks" if fit else "use one card",
+            )
+        each, rank = heads // group.size, group.rank
+        kv_each, first = max(1, kv_heads // group.size), rank * kv_heads // group.size
+        return cls(heads, kv_heads, dim, (rank * each, (rank + 1) * each), (first, first + kv_each))
+
+    @property
+    def queries(self) -> Span:
+        """Of the columns of q, and of what the output projection takes."""
+        return self.own[0] * self.dim, self.own[1] * self.dim
+
+    @property
+    def keys(self) -> Span:
+        return self.own_kv[0] * self.dim, self.own_kv[1] * self.dim
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A rank's part of a model: of linear layers by their paths, and of heads."""
+
+    group: TensorParallel
+    linears: dict[str, Part]
+    heads: _Heads
+
+    @classmethod
+    def of(cls, model: nn.Module, group: TensorParallel, name: str) -> "Partition":
+        """Of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass does not know, and for heads
+        that cannot be shared."""
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        if kind not in decoder.LLAMA and kind != decoder.OPT:
+            raise UsageError(
+                f"{name} is a {type(model).__name__}: tensor parallelism is for Llama, Mistral, Qwen2, Qwen3, OPT",
+                "load it on one card",
+            )
+        heads = _Heads.of(model.config, group)
+        names, found = {module: name for name, module in model.named_modules()}, {}
+        for layer in _layers(model):
+            attention, is_opt = layer.self_attn, hasattr(layer, "fc1")
+            found[names[attention.q_proj]] = Part(rows=heads.queries)
+            for linear in (attention.k_proj, attention.v_proj):
+                found[names[linear]] = Part(rows=heads.keys)
+            found[names[attention.out_proj if is_opt else attention.o_proj]] = Part(cols=heads.queries)
+            into = [layer.fc1] if is_opt else [layer.mlp.gate_proj, layer.mlp.up_proj]
+            out = layer.fc2 if is_opt else layer.mlp.down_proj
+            inner = group.part(out.in_features)
+            found |= {names[linear]: Part(rows=inner) for linear in into}
+            found[names[out]] = Part(cols=inner)
+        found["lm_head"] = Part(rows=group.part(model.lm_head.out_features))
+        return cls(group, found, heads)
+
+    def cut(self, path: str, whole: "Whole", dtype: torch.dtype) -> nn.Module:
+        """The layer at a path, of a model of some dtype, as far as it is this rank's."""
+        return _Cut(whole, self.linears.get(path, Part()), dtype, self.group).made()
+
+    def of_cache(self, calibration: KVCalibration) -> KVCalibration:
+        """The calibration of the rank's KV heads. Raises TilepressError for one of another number of heads."""
+        heads = self.heads
+        if calibration.kv_heads != heads.kv_count:
+            raise TilepressError(
+                f"the cache was calibrated for {calibration.kv_heads} KV heads, the model has {heads.kv_count}",
+                "calibrate again: `tilepress compress kv`",
+            )
+        own = slice(*heads.own_kv)
+
+        def side(whole: Side) -> Side:
+            channels = None if whole.channels is None else whole.channels[:, own].contiguous()
+            return Side(channels, None if whole.fixed is None else whole.fixed[own].contiguous(), whole.clip)
+
+        layers = tuple((side(keys), side(values)) for keys, values in calibration.layers)
+        return replace(calibration, kv_heads=heads.own_kv[1] - heads.own_kv[0], layers=layers)
+
+    def finish(self, model: nn.Module) -> None:
+        """What is left when all layers are in their places: the output head, and what the model's own modules and caches know of heads."""
+        if getattr(model.config, "tie_word_embeddings", False):
+            first, end = self.linears["lm_head"].rows
+            head = nn.Linear(model.lm_head.in_features, end - first, bias=False, device="meta")
+            head.weight = nn.Parameter(model.get_input_embeddings().weight[first:end], requires_grad=False)
+            model.lm_head = head
+        ends = parts(model.config.vocab_size, self.group.size)
+        sizes = [end - first for first, end in itertools.pairwise(ends)]
+        model.lm_head = VocabularyParallel(model.lm_head, sizes, self.group)
+        own, own_kv = (end - first for first, end in (self.heads.own, self.heads.own_kv))
+        config = copy.deepcopy(model.config)
+        config.head_dim, config.num_attention_heads = self.heads.dim, own
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = own_kv
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config = config
+        for layer in _layers(model):
+            attention = layer.self_attn
+            if hasattr(attention, "num_heads"):
+                attention.num_heads = own
+            if hasattr(attention, "num_key_value_groups"):
+                attention.num_key_value_groups = own // own_kv
+        model.tensor_parallel = self.group
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    return getattr(model.model, "decoder", model.model).layers
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A linear layer of which ranges are read: `read("weight_scale", slice(0, 64))`; without ranges a whole tensor."""
+
+    name: str
+    shape: tuple[int, int]  # features out, in
+    bias: bool
+    read: Callable[..., Tensor]
+    beside: tuple[str, ...] = ()  # INT8: its tensors beside weight and bias
+    scheme: Int8Scheme | None = None  # INT8
+    packed: sparse.Packed | None = None  # sparse: its sizes, the tensors may be empty
+
+    @classmethod
+    def of(cls, name: str, linear: nn.Module) -> "Whole":
+        """One in memory."""
+
+        def read(part: str, *index: slice) -> Tensor:
+            return getattr(linear, part)[index]
+
+        shape = linear.out_features, linear.in_features
+        facts = name, shape, linear.bias is not None, read
+        if isinstance(linear, Int8Linear):
+            beside = tuple(part for part, _ in linear.named_buffers() if part != "weight")
+            return cls(*facts, beside=beside, scheme=linear.scheme)
+        return cls(*facts, packed=linear.packed if isinstance(linear, SparseLinear) else None)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of a layer as a layer of its own, on the rank's device."""
+
+    whole: Whole
+    part: Part
+    dtype: torch.dtype  # of the model
+    group: TensorParallel
+
+    @property
+    def rows(self) -> Span:
+        return self.part.rows or (0, self.whole.shape[0])
+
+    @property
+    def cols(self) -> Span:
+        return self.part.cols or (0, self.whole.shape[1])
+
+    @property
+    def bias(self) -> bool:
+        return self.whole.bias and not (self.part.sums and self.group.rank)  # the sum has it once
+
+    def made(self) -> nn.Module:
+        if self.whole.packed is not None:
+            return self._sparse()
+        return self._dense() if self.whole.scheme is None else self._int8()
+
+    def _tensor(self, name: str, *index: slice, dtype: torch.dtype | None = None) -> Tensor:
+        """A range in memory of its own."""
+        found = self.whole.read(name, *index)
+        return found.to(self.group.device, dtype or found.dtype, copy=True).contiguous()
+
+    def _add_bias(self, made: nn.Module, rows: Span) -> None:
+        if self.bias:
+            made.bias = nn.Parameter(self._tensor("bias", slice(*rows), dtype=self.dtype), requires_grad=False)
+
+    def _dense(self) -> nn.Module:
+        rows, cols = slice(*self.rows), slice(*self.cols)
+        made = nn.Linear(cols.stop - cols.start, rows.stop - rows.start, bias=self.bias, device="meta")
+        made.weight = nn.Parameter(self._tensor("weight", rows, cols, dtype=self.dtype), requires_grad=False)
+        self._add_bias(made, self.rows)
+        return RowParallel(made, self.group) if self.part.sums else made
+
+    def _int8(self) -> nn.Module:
+        scheme, rows, cols = self.whole.scheme, slice(*self.rows), slice(*self.cols)
+        quantizes = self.part.sums and scheme.activations != "none"
+        kind = RowParallelInt8 if quantizes else Int8Linear
+        made = kind(rows.stop - rows.start, cols.stop - cols.start, scheme, self.dtype, self.bias)
+        made.weight = self._tensor("weight", rows, cols)
+        for name in self.whole.beside:
+            of_rows = name == "weight_scale" and scheme.weights == "channel"
+            found = self._tensor(name, *([rows] if of_rows else []))
+            setattr(made, name, found.to(self.dtype) if found.is_floating_point() else found)
+        self._add_bias(made, self.rows)
+        if quantizes:
+            made.group = self.group
+        return RowParallel(made, self.group) if self.part.sums and not quantizes else made
+
+    def _sparse(self) -> nn.Module:
+        packed, covered = self._tiles()
+        made = sparse_linear(packed, self.bias, self.dtype if self.bias else None)
+        if (problem := made.check_bounds()) is not None:
+            raise TilepressError(f"{self.whole.name}: {problem}", VERIFY)
+        self._add_bias(made, covered[0])
+        spans = self.rows, self.cols
+        if covered != spans:
+            tops = covered[0][0], covered[1][0]
+            made = Trimmed(made, *(tuple(x - top for x in span) for span, top in zip(spans, tops, strict=True)))
+        return RowParallel(made, self.group) if self.part.sums else made
+
+    def _tiles(self) -> tuple[sparse.Packed, tuple[Span, Span]]:
+        """The tiles that the part touches as a packed weight, and the part that they cover."""
+        whole, form = self.whole.packed, sparse.module_of(self.whole.packed)
+        offsets = self.whole.read("weight_offsets").cpu().long()
+        words = whole.words.shape[0]
+        if int(offsets[0]) != 0 or int(offsets[-1]) * 4 != words or bool((offsets[1:] < offsets[:-1]).any()):
+            raise TilepressError(f"{self.whole.name}: offsets do not rise from 0 to {words // 4}", VERIFY)
+        sides = zip((self.rows, self.cols), (form.TILE_ROWS, form.TILE_COLS), strict=True)
+        down, across = ((first // side, -(-end // side)) for (first, end), side in sides)
+        per_block = -(-whole.cols // form.TILE_COLS)
+        if across == (0, per_block):
+            ranges = [(down[0] * per_block, down[1] * per_block)]
+        else:
+            ranges = [(block * per_block + across[0], block * per_block + across[1]) for block in range(*down)]
+        sizes = torch.cat([offsets[first + 1 : end + 1] - offsets[first:end] for first, end in ranges])
+        own = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        made = torch.empty(4 * int(own[-1]), dtype=torch.int32, device=self.group.device)
+        at = 0
+        for first, end in ranges:
+            piece = self.whole.read("weight", slice(4 * int(offsets[first]), 4 * int(offsets[end])))
+            made[at : at + len(piece)] = piece
+            at += len(piece)
+        covered = (
+            (down[0] * form.TILE_ROWS, min(down[1] * form.TILE_ROWS, whole.rows)),
+            (across[0] * form.TILE_COLS, min(across[1] * form.TILE_COLS, whole.cols)),
+        )
+        height, width = (end - first for first, end in covered)
+        packed = replace(whole, words=made, offsets=own.int().to(made.device), rows=height, cols=width)
+        if getattr(whole, "scale", None) is not None:
+            packed = replace(packed, scale=self._tensor("weight_scale", slice(*covered[0])))
+        return packed, covered
