@@ -135,10 +135,12 @@ Drawn by `python benchmarks/draw.py` from what was measured on an H200; each pic
 
 ## Whole models
 
-Random weights of well-known shapes (`tilepress demo --shape`): speed does not depend on their values. The dense base runs in the same decode loop, with
-cuBLAS, CUDA graphs and the faster of two attentions; `docs/decode_loop.md` says how it is timed. Of OPT-30B and OPT-66B each has the largest batch that fits
-(dense, OPT-66B's weights alone are 122 GiB; it was not run). Several cards share a model by tensor parallelism (`docs/parallel.md`). Rows without a last
-column were run alone: of Llama-2-70B a card makes as INT8 with a 4-bit cache, two cards sharing it, {less:.2f} times the tokens of dense, which takes four.
+Random weights of well-known shapes (`tilepress demo --shape`): speed does not depend on their values. The dense base
+runs in the same decode loop, with cuBLAS, CUDA graphs and the faster of two attentions; `docs/decode_loop.md` says how
+it is timed. OPT-30B and OPT-66B each have the largest batch that fits. Dense OPT-66B was not run: its weights alone are
+122 GiB. Several cards share a model by tensor parallelism (`docs/parallel.md`). Rows without a last column were run
+alone. Llama-2-70B as INT8 with a 4-bit cache on two cards makes {less:.2f} times the tokens per card of dense, which
+takes four cards.
 
 {end_to_end()}
 
@@ -170,8 +172,8 @@ As Tiled-CSL:
 
 ## Against the memory's limit
 
-Each point is a kernel at one size (products with 16 rows of input); the dashed line is what a kernel reads that does nothing else.
-Short launches cannot reach it.
+Each point is a kernel at one size (products with 16 rows of input). The dashed line is what a kernel reads that does
+nothing else. Short launches cannot reach it.
 
 ![bytes a second against bytes](performance/roofline.svg)
 """
