@@ -1,23 +1,18 @@
 """How a compressed weight becomes tensors of a shard, a class for each layout: what it will store, and writing it.
 
-A shard's tensors are written in the order of their element sizes, so a weight's parts come at different times: an `Encoder` is asked
-for one stored tensor after the other and keeps between them only what is small. A new layout is a class here and a module in
-`formats/`; plan, writer and recipes do not change.
+A new layout is a class here and a module in `formats/`; plan, writer and recipes do not change.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, dtype_name, int8, tiled_bitmap, tiled_csl
-from tilepress.formats.artifact import PlannedTensor
-from tilepress.formats.sparse import Packed
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
 _ROWS = 1024  # of a weight looked at together
@@ -32,28 +27,22 @@ class Compressed:
     beside: dict[str, Tensor] = field(default_factory=dict)
 
 
-Load = Callable[[], Compressed]
+class Layout:
+    """How a weight is stored: what it will take, and writing it."""
 
-
-class Encoder(Protocol):
-    record: dict  # of the manifest, complete once every tensor is written
-
-    def write(self, name: str, add: Add) -> None: ...
-
-
-class Layout(Protocol):
     name: str
 
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        """The tensors of a target with the most elements that each can have."""
+    def stored_names(self, name: str) -> list[str]:
+        """The tensors that store a weight."""
+        raise NotImplementedError
 
-    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int: ...
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
+        """About what the tensors of a target take, with values of `dtype` of which a share is not zero."""
+        raise NotImplementedError
 
-    def settled(self, target: Target, dtype: torch.dtype, load: Load) -> "Layout":
-        """The layout that a target gets, once that depends on its values: `planned` and `encoder` are asked of it."""
-        return self
-
-    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> Encoder: ...
+    def encode(self, target: Target, dtype: torch.dtype, made: Compressed, add: Add) -> dict:
+        """Stores a compressed target by calling `add` for each tensor; returns its record of the manifest."""
+        raise NotImplementedError
 
 
 class DenseLayout(Layout):
@@ -61,66 +50,29 @@ class DenseLayout(Layout):
 
     name = "dense"
 
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        return [PlannedTensor(target.name, dtype, target.elements, 2)]
+    def stored_names(self, name: str) -> list[str]:
+        return [name]
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
         return target.elements * dtype.itemsize
 
-    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_Dense":
-        return _Dense(target, load)
-
-
-class _Dense:
-    def __init__(self, target: Target, load: Load):
-        self.target, self.load, self.record = target, load, {}
-
-    def write(self, name: str, add: Add) -> None:
-        made = self.load()
-        stored = made.weight.t() if self.target.transposed else made.weight
-        nbytes = add(name, tuple(stored.shape), stored.split(_ROWS))
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in made.weight.split(_ROWS))
+    def encode(self, target: Target, dtype: torch.dtype, made: Compressed, add: Add) -> dict:
+        stored = made.weight.t() if target.transposed else made.weight
+        nbytes = add(target.name, tuple(stored.shape), stored.split(_ROWS))
         shape = {"shape": list(stored.shape), "dtype": dtype_name(made.weight.dtype)}
-        self.record = shape | {"nonzeros": nonzeros, "bytes": nbytes} | made.record
+        return shape | {"nonzeros": _nonzeros(made.weight), "bytes": nbytes, "layout": self.name} | made.record
 
 
-class TiledCSLLayout(Layout):
-    """Words, offsets and layout of formats/tiled_csl.py; words are streamed a few row blocks at a time."""
-
-    name = "tiled-csl"
-
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        tiles = tiled_csl.num_tiles(target.rows, target.cols)
-        most = (target.elements + 31 * tiles, tiles + 1, 5)
-        return [
-            PlannedTensor(target.name + suffix, torch.int32, n)
-            for suffix, n in zip(tiled_csl.SUFFIXES, most, strict=True)
-        ]
-
-    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
-        tiles = tiled_csl.num_tiles(target.rows, target.cols)
-        return int(4 * (target.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
-
-    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledCSL":
-        return _TiledCSL(target, load)
-
-
-class _Sparse:
-    """The words come first; all that is stored beside them is known with them."""
+class _SparseLayout(Layout):
+    """Words, which are streamed a few row blocks at a time, and all that is stored beside them, which is known with them."""
 
     module: ModuleType  # of the format
 
-    def __init__(self, target: Target, load: Load):
-        self.target, self.load, self.record = target, load, {}
-        self.beside: dict[str, Tensor] = {}
+    def stored_names(self, name: str) -> list[str]:
+        return [name + suffix for suffix in self.module.SUFFIXES]
 
-    def write(self, name: str, add: Add) -> None:
-        if name in self.beside:
-            values = self.beside.pop(name)
-            self.record["bytes"] += add(name, tuple(values.shape), [values])
-            return
-        made = self.load()
-        stripes, packed_with = self.start(made)
+    def encode(self, target: Target, dtype: torch.dtype, made: Compressed, add: Add) -> dict:
+        stripes, packed_with, record = self.start(target, dtype, made)
         sizes, stats = [], self.module.PackStats()
 
         def words_of() -> Iterator[Tensor]:
@@ -129,44 +81,43 @@ class _Sparse:
                 stats.add(found)
                 yield words
 
-        nbytes = add(name, (-1,), words_of())
+        nbytes = add(target.name, (-1,), words_of())
         packed = packed_with(self.module.offsets_from_sizes(torch.cat(sizes)))
-        self.beside = {name + suffix: part for suffix, part in packed.beside().items()}
-        self.record = self.module.record(packed, stats) | {"bytes": nbytes} | made.record
+        for suffix, part in packed.beside().items():
+            nbytes += add(target.name + suffix, tuple(part.shape), [part])
+        return self.module.record(packed, stats) | {"bytes": nbytes, "layout": self.name} | record
 
-    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
-        """Stripes of words, and the packed weight without its words from the offsets that they add up to. May add to the record."""
+    def start(self, target: Target, dtype: torch.dtype, made: Compressed) -> tuple[Iterator, Callable, dict]:
+        """Stripes of words, what makes the packed weight without its words from their offsets, and the record."""
         raise NotImplementedError
 
 
-class _TiledCSL(_Sparse):
-    module = tiled_csl
+class TiledCSLLayout(_SparseLayout):
+    """Words, offsets and layout of formats/tiled_csl.py."""
 
-    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
-        target, stripes = self.target, tiled_csl.pack_stripes(made.weight, self.target.name)
+    name, module = "tiled-csl", tiled_csl
+
+    def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
+        tiles = tiled_csl.num_tiles(target.rows, target.cols)
+        return int(4 * (target.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
+
+    def start(self, target: Target, dtype: torch.dtype, made: Compressed) -> tuple[Iterator, Callable, dict]:
         shape = target.rows, target.cols, made.weight.dtype, target.transposed
-        return stripes, lambda offsets: tiled_csl.TiledCSL(offsets[:0], offsets, *shape)
+        stripes = tiled_csl.pack_stripes(made.weight, target.name)
+        return stripes, lambda offsets: tiled_csl.TiledCSL(offsets[:0], offsets, *shape), made.record
 
 
 @dataclass(frozen=True)
-class TiledBitmapLayout(Layout):
+class TiledBitmapLayout(_SparseLayout):
     """Words, offsets and layout of formats/tiled_bitmap.py, of the weight as it is or of its int8 codes, with their scales."""
 
     scales: str | None = None  # of int8 codes: channel | tensor
 
-    name = "tiled-bitmap"
+    name, module = "tiled-bitmap", tiled_bitmap
 
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        tiles = tiled_bitmap.num_tiles(target.rows, target.cols)
-        values = torch.int8 if self.scales else dtype
-        most = (tiles * tiled_bitmap.largest_tile(1, values) // 4, tiles + 1, 7)
-        found = [
-            PlannedTensor(target.name + suffix, torch.int32, n)
-            for suffix, n in zip(tiled_bitmap.SUFFIXES, most, strict=True)
-        ]
-        if self.scales:
-            found.append(PlannedTensor(target.name + tiled_bitmap.OPTIONAL_SUFFIXES[0], dtype, target.rows))
-        return found
+    def stored_names(self, name: str) -> list[str]:
+        scale = [name + suffix for suffix in tiled_bitmap.OPTIONAL_SUFFIXES]
+        return super().stored_names(name) + (scale if self.scales else [])
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
         tiles = tiled_bitmap.num_tiles(target.rows, target.cols)
@@ -177,45 +128,27 @@ class TiledBitmapLayout(Layout):
         scales = target.rows * dtype.itemsize if self.scales else 0
         return int(tiles * tiled_bitmap.header_bytes(group) + lines) + 4 * (tiles + 8) + scales
 
-    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_TiledBitmap":
-        return _TiledBitmap(target, dtype, load, self.scales)
-
-
-class _TiledBitmap(_Sparse):
-    module = tiled_bitmap
-
-    def __init__(self, target: Target, dtype: torch.dtype, load: Load, scales: str | None):
-        super().__init__(target, load)
-        self.dtype, self.scales = dtype, scales
-
-    def start(self, made: Compressed) -> tuple[Iterator, Callable[[Tensor], Packed]]:
-        target, values, scale = self.target, made.weight, None
+    def start(self, target: Target, dtype: torch.dtype, made: Compressed) -> tuple[Iterator, Callable, dict]:
+        values, scale, record = made.weight, None, made.record
         if self.scales:
-            values, scale, error = self._codes(made.weight)
-            pruned = made.record.get("error", 0.0)  # zeros and codes err in different places: squares add up
-            made.record = made.record | {"error": round(math.hypot(pruned, error * math.sqrt(1 - pruned**2)), 8)}
-        nonzeros = int(torch.count_nonzero(values))
-        if "zeros" in made.record:  # some that are left became the code 0
-            made.record = made.record | {"zeros": values.numel() - nonzeros}
+            values, scale, error = self._codes(target, dtype, made.weight)
+            pruned = record.get("error", 0.0)  # zeros and codes err in different places: squares add up
+            record = record | {"error": round(math.hypot(pruned, error * math.sqrt(1 - pruned**2)), 8)}
+        nonzeros = _nonzeros(values)
+        if "zeros" in record:  # some that are left became the code 0
+            record = record | {"zeros": values.numel() - nonzeros}
         group = tiled_bitmap.best_group(nonzeros / values.numel(), values.dtype)
         shape = target.rows, target.cols, values.dtype, group, scale, target.transposed
         stripes = tiled_bitmap.pack_stripes(values, group, target.name)
-        return stripes, lambda offsets: tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape)
+        return stripes, lambda offsets: tiled_bitmap.TiledBitmap(offsets[:0], offsets, *shape), record
 
-    def _codes(self, weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    def _codes(self, target: Target, dtype: torch.dtype, weight: Tensor) -> tuple[Tensor, Tensor, float]:
         """int8 codes [rows, cols], their scales [rows], and their error relative to the weight."""
-        for _ in converted(weight, weight.dtype, self.target.name):
-            pass  # looks at every value: scales of a weight that is not finite mean nothing
-        scale = int8.weight_scale(weight, self.scales, self.dtype)
-        codes, signal, noise = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), 0.0, 0.0
-        for first in range(0, len(weight), _ROWS):
-            rows = weight[first : first + _ROWS].float()
-            of_rows = scale if scale.dim() == 1 else scale[first : first + _ROWS]
-            codes[first : first + _ROWS] = found = int8.quantize(rows, of_rows)
-            signal += float(rows.square().sum(dtype=torch.float64))
-            noise += float((int8.dequantize(found, of_rows.float()) - rows).square().sum(dtype=torch.float64))
-        scales = scale.reshape(-1).expand(len(weight)).contiguous().cpu()
-        return codes, scales, (noise / signal) ** 0.5 if signal else 0.0
+        codes = _Codes(weight, self.scales, dtype, target.name)
+        values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for first, rows in codes:
+            values[first : first + len(rows)] = rows
+        return values, codes.scale.reshape(-1).expand(len(weight)).contiguous().cpu(), codes.error
 
 
 class AutoLayout(Layout):
@@ -226,22 +159,19 @@ class AutoLayout(Layout):
     def __init__(self, scales: str | None = None):
         self.scales = scales  # of int8 codes: channel | tensor
 
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        return self._of(0.5).planned(target, dtype)
+    def stored_names(self, name: str) -> list[str]:
+        return self._of(0.5).stored_names(name)
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
         return self._of(density).expected_bytes(target, dtype, density)
 
-    def settled(self, target: Target, dtype: torch.dtype, load: Load) -> Layout:
-        if self.scales:  # whatever the values are
-            return self._of(1.0)
-        weight = load().weight
-        nonzeros = sum(int(torch.count_nonzero(piece)) for piece in weight.split(_ROWS))
-        return self._of(nonzeros / target.elements)
+    def encode(self, target: Target, dtype: torch.dtype, made: Compressed, add: Add) -> dict:
+        density = 1.0 if self.scales else _nonzeros(made.weight) / target.elements
+        return self._of(density).encode(target, dtype, made, add)
 
     def _of(self, density: float) -> Layout:
         """Where the layouts cross is measured: docs/kernels/tiled_bitmap_spmm.md."""
-        if self.scales:
+        if self.scales:  # whatever the values are
             return TiledBitmapLayout(self.scales)
         if density > DENSE_FROM:
             return LAYOUTS["dense"]
@@ -256,76 +186,65 @@ class Int8Layout(Layout):
     def __init__(self, scheme: int8.Int8Scheme):
         self.scheme = scheme
 
-    def planned(self, target: Target, dtype: torch.dtype) -> list[PlannedTensor]:
-        scale, input_scale, zero_point = int8.part_names(target.name)
-        channel = self.scheme.weights == "channel"
-        found = [
-            PlannedTensor(target.name, torch.int8, target.elements, 3 if target.transposed else 2),
-            PlannedTensor(scale, dtype, target.rows if channel else 1, 2 if channel else 1),
-        ]
-        if self.scheme.static:
-            found.append(PlannedTensor(input_scale, dtype, 1))
-        if self.scheme.asymmetric:
-            found.append(PlannedTensor(zero_point, torch.int8, 1))
-        return found
+    def stored_names(self, name: str) -> list[str]:
+        scale, input_scale, zero_point = int8.part_names(name)
+        static = [input_scale] if self.scheme.static else []
+        return [name, scale, *static, *([zero_point] if self.scheme.asymmetric else [])]
 
     def expected_bytes(self, target: Target, dtype: torch.dtype, density: float) -> int:
-        return sum(tensor.max_nbytes for tensor in self.planned(target, dtype))
+        scales = (target.rows if self.scheme.weights == "channel" else 1) + self.scheme.static
+        return target.elements + scales * dtype.itemsize + self.scheme.asymmetric
 
-    def encoder(self, target: Target, dtype: torch.dtype, load: Load) -> "_Int8":
-        return _Int8(target, dtype, load, self.scheme)
-
-
-class _Int8:
-    """The scale comes first and is kept; the weight is read again when its turn comes."""
-
-    def __init__(self, target: Target, dtype: torch.dtype, load: Load, scheme: int8.Int8Scheme):
-        self.target, self.dtype, self.load, self.scheme = target, dtype, load, scheme
-        self.beside: dict[str, Tensor] = {}
-        self.scale: Tensor | None = None
-        self.record: dict = {"bytes": 0}
-
-    def write(self, name: str, add: Add) -> None:
-        target = self.target
-        if self.scale is None:
-            made = self.load()
-            for _ in converted(made.weight, made.weight.dtype, target.name):
-                pass  # looks at every value: scales of a weight that is not finite mean nothing
-            self.scale = int8.weight_scale(made.weight, self.scheme.weights, self.dtype)
-            self.beside = made.beside | {int8.part_names(target.name)[0]: self.scale}
-            self.record |= made.record
-        if name in self.beside:
-            values = self.beside[name]
-            self.record["bytes"] += add(name, tuple(values.shape), [values])
-            return
-        weight, shape = self.load().weight, (target.rows, target.cols)
+    def encode(self, target: Target, dtype: torch.dtype, made: Compressed, add: Add) -> dict:
+        codes, shape = _Codes(made.weight, self.scheme.weights, dtype, target.name), (target.rows, target.cols)
         if target.transposed:
-            codes = torch.empty(shape, dtype=torch.int8, device=weight.device)
-            for first, rows in self._codes(weight):
-                codes[first : first + len(rows)] = rows
-            shape, pieces = (1, *shape[::-1]), codes.t().split(_ROWS)
+            values = torch.empty(shape, dtype=torch.int8, device=made.weight.device)
+            for first, rows in codes:
+                values[first : first + len(rows)] = rows
+            nbytes = add(target.name, (1, *shape[::-1]), values.t().split(_ROWS))
         else:
-            pieces = (rows for _, rows in self._codes(weight))
-        self.record["bytes"] += add(name, shape, pieces)
-        self.record |= {
-            "shape": [target.rows, target.cols],
-            "dtype": dtype_name(self.scale.dtype),
-            "nonzeros": self.nonzeros,
-            "error": round((self.noise / self.signal) ** 0.5, 8) if self.signal else 0.0,
+            nbytes = add(target.name, shape, (rows for _, rows in codes))
+        for name, part in (made.beside | {int8.part_names(target.name)[0]: codes.scale}).items():
+            nbytes += add(name, tuple(part.shape), [part])
+        return {
+            "bytes": nbytes,
+            "layout": self.name,
+            **made.record,
+            "shape": list(shape),
+            "dtype": dtype_name(codes.scale.dtype),
+            "nonzeros": codes.nonzeros,
+            "error": round(codes.error, 8),
         } | ({"transposed": True} if target.transposed else {})
 
-    def _codes(self, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(first row, codes of some rows) one after the other; sums up what the record says of them."""
-        self.signal = self.noise = 0.0
-        self.nonzeros = 0
-        for first in range(0, len(weight), _ROWS):
-            rows = weight[first : first + _ROWS].float()
+
+class _Codes:
+    """A weight's int8 codes, some rows after the other as (first row, codes), and what is known of them after the last."""
+
+    def __init__(self, weight: Tensor, per: str, dtype: torch.dtype, name: str):
+        """The scale is that of `int8.weight_scale`. Raises TilepressError for values that are not finite: scales would mean nothing."""
+        for _ in converted(weight, weight.dtype, name):
+            pass
+        self.weight, self.scale = weight, int8.weight_scale(weight, per, dtype)
+        self.nonzeros, self._signal, self._noise = 0, 0.0, 0.0
+
+    @property
+    def error(self) -> float:
+        """Frobenius norm of what rounding changed, relative to the weight's."""
+        return (self._noise / self._signal) ** 0.5 if self._signal else 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, len(self.weight), _ROWS):
+            rows = self.weight[first : first + _ROWS].float()
             scale = self.scale if self.scale.dim() == 1 else self.scale[first : first + _ROWS]
             codes = int8.quantize(rows, scale)
-            self.signal += float(rows.square().sum(dtype=torch.float64))
-            self.noise += float((int8.dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
+            self._signal += float(rows.square().sum(dtype=torch.float64))
+            self._noise += float((int8.dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
             self.nonzeros += int(torch.count_nonzero(codes))
             yield first, codes
+
+
+def _nonzeros(weight: Tensor) -> int:
+    return sum(int(torch.count_nonzero(piece)) for piece in weight.split(_ROWS))
 
 
 def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
