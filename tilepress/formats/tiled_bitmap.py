@@ -256,10 +256,10 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
     words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
 
     stored = _stored(bits)
-    place = _places(bits, base[:, None] * 16 + header + starts, width, stored)
-    words.view(_UNITS[width])[place.long()] = units.view(-1).index_select(0, stored)
+    place = _places(counts, base[:, None] * 16 + header + starts, width, stored)
+    words.view(_UNITS[width]).scatter_(0, place, units.view(-1).index_select(0, stored))
 
-    nonzeros = (runs != 0).sum((1, 2))
+    nonzeros = counts.sum(1) if group == 1 else (runs != 0).sum((1, 2))
     stats = PackStats(int(nonzeros.sum()), int(nonzeros.max()), int(lines.sum()) * LINE // runs.element_size())
     return words, sizes, stats
 
@@ -276,8 +276,8 @@ class _Tiles:
     first: Tensor  # byte of each tile's values among the words: int64 [T]
 
     def places(self, width: int) -> Tensor:
-        """Where each stored group is among the words seen as groups, in the order of the bits: int32."""
-        return _places(self.bits, self.first[:, None] + self.starts, width, _stored(self.bits))
+        """Where each stored group is among the words seen as groups, in the order of the bits: int64."""
+        return _places(self.counts, self.first[:, None] + self.starts, width, _stored(self.bits))
 
     def groups(self, width: int) -> Tensor:
         """[T, 256, 64 / group], zeros where nothing is stored."""
@@ -287,15 +287,24 @@ class _Tiles:
 
 
 def _stored(bits: Tensor) -> Tensor:
-    """Which bits are set: int64. Found once for all that is selected by it, and in one dimension: three would be three indices each."""
-    return bits.view(-1).nonzero().squeeze(1)
+    """Return which bits are set, as int64.
+
+    They are found once for all that is selected by them, in one dimension: three would be three indices each. On a CPU
+    NumPy finds them in an eighth of the time that torch takes.
+    """
+    flat = bits.view(-1)
+    return torch.from_numpy(flat.numpy().nonzero()[0]) if flat.device.type == "cpu" else flat.nonzero().squeeze(1)
 
 
-def _places(bits: Tensor, begins: Tensor, width: int, stored: Tensor) -> Tensor:
-    """`begins`: byte of each run's first group [T, 256]."""
-    step = LINE // width
-    rank = bits.cumsum(2, dtype=torch.int32)
-    return rank.mul_(step).add_((begins // width - step).int()[:, :, None]).view(-1).index_select(0, stored)
+def _places(counts: Tensor, begins: Tensor, width: int, stored: Tensor) -> Tensor:
+    """Return where the stored groups go, as int64 indices of groups.
+
+    A run has `counts` groups [T, 256], one a line below the other from byte `begins` [T, 256] on.
+    """
+    step, counts = LINE // width, counts.view(-1).long()
+    top = begins.view(-1) // width - step * (counts.cumsum(0) - counts)  # less the lines of all groups before the run
+    place = torch.arange(0, step * stored.numel(), step, device=stored.device)
+    return place.add_(top.repeat_interleave(counts, output_size=stored.numel()))
 
 
 @functools.cache
@@ -405,7 +414,7 @@ def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
         banks = banks.view(-1, LANES).sort(1).values
         header = header_bytes(packed.group)
         taken = torch.zeros(stored.numel(), dtype=torch.bool, device=device)
-        taken[place.long()] = True
+        taken[place] = True
         taken[(found.first[:, None] - header) // width + torch.arange(header // width, device=device)] = True
         values = _from_runs(elements, per_block)
         top = first // per_block * TILE_ROWS
