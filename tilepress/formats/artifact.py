@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import DTYPE_NAMES
-from tilepress.formats.sparse import SIDE_SUFFIXES
+from tilepress.formats.layout import side_suffixes
 
 WORK_FOLDER = ".tilepress"  # plan and done-records of an unfinished run
 _BLOCK_BYTES = 1 << 22  # copied at once
@@ -168,7 +168,7 @@ class _Stored:
 
 def _order(tensor: _Stored) -> tuple:
     """The place of a tensor in a file, as a key to sort by."""
-    beside = next((i for i, suffix in enumerate(SIDE_SUFFIXES, 1) if tensor.name.endswith(suffix)), 0)
+    beside = next((i for i, suffix in enumerate(side_suffixes(), 1) if tensor.name.endswith(suffix)), 0)
     return -tensor.dtype.itemsize, beside, tensor.name
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilepress.compress.run.encode import Compressed, Layout
+from tilepress.compress.run.encode import Compressed
 from tilepress.compress.run.targets import LeftAlone, Target, find_targets
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
@@ -27,6 +27,7 @@ from tilepress.formats.checkpoint import (
     read_manifest,
 )
 from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
+from tilepress.formats.layout import Layout, layout_named
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
@@ -126,7 +127,7 @@ class Recipe:
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
         """`config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
-        dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
+        dtypes = sorted({tensor["dtype"] for tensor in tensors if layout_named(tensor["layout"]).packed})
         if not dtypes:
             return None
         return {"quant_method": "tilepress", "format_version": FORMAT_VERSION, "value_dtypes": dtypes}
@@ -257,9 +258,9 @@ def _expected_bytes(job: Job, recipe: Recipe) -> int:
         names = [entry.name for entry in job.weight.entries]
         nbytes = sum(math.prod(e.shape) * _cast(e.dtype, recipe).itemsize for e in job.weight.entries)
     else:
-        layout, dtype = recipe.layout(job.target), recipe.dtype or job.target.dtype
+        layout = recipe.layout(job.target)
         names = layout.stored_names(job.target.name)
-        nbytes = layout.expected_bytes(job.target, dtype, recipe.expected_density())
+        nbytes = layout.expected_bytes(job.target.form(recipe.dtype), recipe.expected_density())
     return nbytes + sum(_HEADER_BYTES + 2 * len(name) for name in names)
 
 

@@ -16,13 +16,14 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 import torch
 from torch import Tensor
 
-from tilepress.compress.run.encode import Add, converted
 from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
 from tilepress.compress.run.stages import Stages, add
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import ShardWriter, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
+from tilepress.formats.layout import Add
+from tilepress.formats.stripes import converted
 
 
 def run_shards(
@@ -185,7 +186,8 @@ def _rewrite(
                     made = recipe.transform(target, weight, state)
                 del weight
                 with stages.of("pack"):
-                    record = recipe.layout(target).encode(target, recipe.dtype or target.dtype, made, put)
+                    layout, form = recipe.layout(target), target.form(recipe.dtype)
+                    record = layout.encode(target.name, form, made.weight, made.record, made.beside, put)
                 progress(target.name, target.elements)
             records.append({"name": job.weight.name} | record)
         with stages.of("write"):
@@ -199,7 +201,7 @@ def _rewrite(
 def _copy(recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict, add: Add) -> dict:
     """Stores a weight that is no target, its stored tensors as they are or as the recipe has them; returns its record."""
     record = {"layout": weight.layout}
-    if weight.layout != "dense":
+    if weight.is_packed:
         found, problems = checkpoint.examine(weight)
         if problems:
             raise TilepressError(
@@ -213,7 +215,7 @@ def _copy(recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict, a
         dtype = recipe.dtype if recipe.dtype and stored.is_floating_point() else stored.dtype
         nonzeros: list[int] = []
         nbytes = add(entry.name, tuple(stored.shape), _counted(converted(stored, dtype, entry.name), nonzeros))
-        if weight.layout == "dense":
+        if not weight.is_packed:
             shape = {"shape": list(stored.shape), "dtype": dtype_name(dtype)}
             record |= shape | {"nonzeros": sum(nonzeros), "bytes": nbytes}
     return record
