@@ -11,7 +11,8 @@ from torch import nn
 from tilepress.bench import shapes
 from tilepress.bench.shapes import DENSE, SHAPES, Artifact, config_of, protocols, random_model
 from tilepress.bench.speed import Protocol, Subject, compare, stored_bytes
-from tilepress.formats import UsageError, int8, sparse
+from tilepress.formats import UsageError, int8
+from tilepress.formats.layout import layout_of
 from tilepress.runtime.decode.generation import generate
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.sparse import SparseLinear
@@ -84,7 +85,7 @@ def test_sparse_artifacts_hold_the_largest_of_the_same_weights():
         assert packed.keys() == dense.keys()
         for name, module in packed.items():
             whole = dense[name].weight
-            found = sparse.module_of(module.packed).unpack(module.packed)
+            found = layout_of(module.packed).matrix(module.packed)
             stored = found != 0
             assert int(stored.sum()) == whole.numel() - round(zeros * whole.numel())
             assert torch.equal(found[stored], whole[stored])
@@ -189,7 +190,7 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     if isinstance(module, RowParallel | VocabularyParallel):
         return weight_of(module.linears[0])
     if isinstance(module, SparseLinear):
-        return sparse.module_of(module.packed).unpack(module.packed)
+        return layout_of(module.packed).matrix(module.packed)
     if isinstance(module, Int8Linear):
         return int8.dequantize(module.weight, module.weight_scale)
     return module.weight

@@ -7,18 +7,12 @@ import torch
 from safetensors import safe_open
 
 from tilepress.formats import TilepressError
-from tilepress.formats.artifact import PlannedTensor, ShardWriter, disk_errors, sha256_file
+from tilepress.formats.artifact import ShardWriter, disk_errors, sha256_file
 from tilepress.formats.checkpoint import read_header
-
-PLANNED = [
-    PlannedTensor("words", torch.int32, 1000),
-    PlannedTensor("dense", torch.bfloat16, 12, 2),
-    PlannedTensor("scalar", torch.bfloat16, 1, 0),
-]
 
 
 def test_streamed_file_is_ordinary_safetensors(tmp_path):
-    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED, tmp_path)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path)
     writer.add("words", (-1,), [torch.arange(5, dtype=torch.int32), torch.arange(7, dtype=torch.int32)])
     writer.add("dense", (3, 4), [torch.ones(12, dtype=torch.bfloat16)])
     writer.add("scalar", (), [torch.tensor([2.0], dtype=torch.bfloat16)])
@@ -33,8 +27,37 @@ def test_streamed_file_is_ordinary_safetensors(tmp_path):
     assert read_header(tmp_path / "m.safetensors")["words"].shape == (12,)
 
 
+def test_the_order_in_which_tensors_come_changes_no_byte(tmp_path):
+    """Wide elements first, words before what stands beside them, then names: whatever came when, and however long it is."""
+    ordered = {
+        "b.weight": torch.arange(6, dtype=torch.int32),
+        "c.weight": torch.arange(3.0),
+        "a.weight_offsets": torch.arange(2, dtype=torch.int32),
+        "b.weight_offsets": torch.arange(3, dtype=torch.int32),
+        "b.weight_bitmap": torch.arange(7, dtype=torch.int32),
+        "a.weight_scale": torch.arange(4.0),
+        "d.weight": torch.arange(8).bfloat16().view(2, 4),
+        "e.input_zero_point": torch.ones(1, dtype=torch.int8),
+        "e.weight": torch.arange(5).to(torch.int8),
+    }
+    found = set()
+    for order in (list(ordered), sorted(ordered), list(ordered)[::-1]):
+        writer = ShardWriter(tmp_path / "m.safetensors", tmp_path)
+        for name in order:
+            writer.add(name, tuple(ordered[name].shape), ordered[name].split(1))
+        found.add(writer.finish())
+        assert list(tmp_path.iterdir()) == [tmp_path / "m.safetensors"]
+    assert len(found) == 1
+    header = read_header(tmp_path / "m.safetensors")
+    assert list(header) == list(ordered)
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in ordered.items())
+    length = int.from_bytes((tmp_path / "m.safetensors").read_bytes()[:8], "little")
+    assert (length + 8) % 128 == 0 and next(iter(found))[0] == 8 + length + sum(t.nbytes for t in ordered.values())
+
+
 def test_abandoned_file_leaves_nothing(tmp_path):
-    writer = ShardWriter(tmp_path / "m.safetensors", PLANNED, tmp_path)
+    writer = ShardWriter(tmp_path / "m.safetensors", tmp_path)
     writer.add("words", (-1,), [torch.arange(5, dtype=torch.int32)])
     writer.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tilepress.formats import TilepressError, UsageError, dtype_name, int8, sparse, tiled_bitmap, tiled_csl
-from tilepress.formats.sparse import Packed
+from tilepress.formats import TilepressError, UsageError, dtype_name, int8, tiled_bitmap, tiled_csl
+from tilepress.formats.layout import layout_of
+from tilepress.formats.tiled_bitmap import TiledBitmap
+from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import jit, read_bandwidth
-from tilepress.runtime.linear.sparse import sparse_linear
+from tilepress.runtime.linear.packed import packed_linear
 
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
 _ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of one element, relative to it
@@ -184,9 +186,9 @@ def pack_int8(weight: Tensor) -> tiled_bitmap.TiledBitmap:
 LAYOUTS = {"tiled-csl": tiled_csl.pack, "tiled-bitmap": tiled_bitmap.pack, "tiled-bitmap-int8": pack_int8}
 
 
-def _spmm_row(x: Tensor, packed: Packed, us_dense: float) -> dict:
+def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dict:
     copies = copies_of(packed.words.nbytes)
-    layers = [sparse_linear(_copy(packed), bias=False) for _ in range(copies)]
+    layers = [packed_linear(_copy(packed)) for _ in range(copies)]
 
     def launch(i: int) -> Tensor:
         return layers[i].multiply(x)
@@ -198,12 +200,11 @@ def _spmm_row(x: Tensor, packed: Packed, us_dense: float) -> dict:
     stored = (packed.words, packed.offsets, getattr(packed, "scale", None), x)
     nbytes = sum(t.nbytes for t in stored if t is not None) + x.shape[0] * packed.rows * x.element_size()
     us, spread = time_us(launch, copies, us_dense)
-    bitmap = isinstance(packed, tiled_bitmap.TiledBitmap)
     return {
-        "layout": "tiled-bitmap" if bitmap else "tiled-csl",
+        "layout": packed.layout_name,
         "value_dtype": _SHORT[packed.dtype],
         "dtype": _SHORT[x.dtype],
-        **({"group": packed.group} if bitmap else {}),
+        **({"group": packed.group} if hasattr(packed, "group") else {}),
         "us": us,
         "us_spread": spread,
         "us_dense": us_dense,
@@ -216,15 +217,15 @@ def _spmm_row(x: Tensor, packed: Packed, us_dense: float) -> dict:
     }
 
 
-def _copy(packed: Packed) -> Packed:
+def _copy(packed: TiledCSL | TiledBitmap) -> TiledCSL | TiledBitmap:
     return replace(packed, words=packed.words.clone(), offsets=packed.offsets.clone())
 
 
-def _multiplied(packed: Packed, rounded: bool) -> Tensor:
+def _multiplied(packed: TiledCSL | TiledBitmap, rounded: bool) -> Tensor:
     """The weight in float64; int8 values times their scale, `rounded` to its dtype as decoding does."""
-    if isinstance(packed, tiled_bitmap.TiledBitmap) and packed.scale is not None and not rounded:
+    if getattr(packed, "scale", None) is not None and not rounded:
         return tiled_bitmap.unpack_values(packed).double() * packed.scale.double()[:, None]
-    return sparse.module_of(packed).unpack(packed).double()
+    return layout_of(packed).matrix(packed).double()
 
 
 def _error(y: Tensor, x: Tensor, weight: Tensor) -> float:

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from tilepress.bench.speed import FILLED, Protocol, Subject, compare
 from tilepress.compress.prune.magnitude import layer_threshold, prune
 from tilepress.compress.run.stages import Stages
-from tilepress.formats import UsageError, int8, sparse
+from tilepress.formats import UsageError, int8
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.layout import layouts
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.int8_layers import fuse
 from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.sparse import sparse_linear
+from tilepress.runtime.linear.packed import packed_linear
 from tilepress.runtime.parallel.group import TensorParallel
 from tilepress.runtime.parallel.partition import Partition, Whole
 
@@ -169,13 +170,13 @@ def _drawn(shape: tuple[int, ...], name: str, deviation: float, device: torch.de
 def _compressed(path: str, linear: nn.Linear, artifact: Artifact, stages: Stages) -> nn.Module:
     """The packed layer in place of a dense one."""
     weight = linear.weight.detach()
-    if artifact.layout in sparse.MODULES:
+    if artifact.layout in layouts():
         with stages.of("prune"):
             threshold = layer_threshold(weight, round(artifact.sparsity * weight.numel()), path)
             weight, _ = prune(weight, threshold)
         with stages.of("pack"):
-            packed = sparse.MODULES[artifact.layout].pack(weight, name=path)
-        made = sparse_linear(packed, linear.bias is not None, DTYPE)
+            packed = layouts()[artifact.layout].module.pack(weight, name=path)
+        made = packed_linear(packed, None if linear.bias is None else DTYPE)
     else:
         scheme = int8.Int8Scheme("channel", "token" if artifact.layout == "w8a8" else "none")
         made = Int8Linear(*weight.shape, scheme, DTYPE, linear.bias is not None)

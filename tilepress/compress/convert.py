@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilepress.compress.run.encode import FORMATS, Compressed, Layout, layout_for
+from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
 from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,20 @@ class ConvertRecipe(Recipe):
     command = "convert"
 
     def __post_init__(self):
-        if self.to not in FORMATS:
-            raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(FORMATS)}")
+        if self.to not in (known := format_names()):
+            raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(known)}")
         check_patterns(self.ignore)
 
     def find_targets(
         self, checkpoint: Checkpoint, trust_remote_code: bool = False
     ) -> tuple[list[Target], list[LeftAlone]]:
-        if self.to == "dense":
+        if not layout_for(self.to).packed:
             if set(self.ignore) - {"lm_head"}:
                 raise UsageError("--ignore goes with sparse layouts: --to dense unpacks every weight", "leave it out")
             return packed_targets(checkpoint)
         targets, left = find_targets(checkpoint, self.ignore, trust_remote_code, int8_bitmaps=True)
-        if self.to != "tiled-csl":
-            kept = [target for target in targets if target.weight.layout == "tiled-bitmap" and target.weight.is_int8]
+        if layout_for(self.to).keeps_codes:
+            kept = [target for target in targets if target.weight.is_int8]
             left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]
             targets = [target for target in targets if target not in kept]
             if not targets:
@@ -50,13 +51,13 @@ class ConvertRecipe(Recipe):
         return targets, left
 
     def settings(self) -> dict:
-        return {"to": self.to} | ({"ignore": list(self.ignore)} if self.to != "dense" else {})
+        return {"to": self.to} | ({"ignore": list(self.ignore)} if layout_for(self.to).packed else {})
 
     def layout(self, target: Target) -> Layout:
         return layout_for(self.to)
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        if self.to != "dense":
+        if layout_for(self.to).packed:
             check_value_dtypes({target.name: target.dtype for target in targets})
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -74,7 +75,7 @@ def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone
     if quantization.get("quant_method", "tilepress") != "tilepress":
         int8.scheme_of(quantization)
     for weight in checkpoint.weights.values():
-        if weight.layout == "dense":
+        if not weight.is_packed:
             left.append(LeftAlone(weight.name, "already dense"))
         else:
             form = checkpoint.form(weight)

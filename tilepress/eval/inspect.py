@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from tilepress.formats import dtype_name, sparse
+from tilepress.formats import dtype_name
 from tilepress.formats.checkpoint import Checkpoint
 
 
@@ -12,7 +12,7 @@ class WeightRow:
     """One weight. What only a manifest can tell is None without one."""
 
     name: str
-    layout: str  # dense | tiled-csl | tiled-bitmap | int8
+    layout: str  # its name
     shape: tuple[int, ...]  # packed: (out_features, in_features)
     dtype: str  # of the values
     bytes: int
@@ -57,14 +57,14 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     rows = []
     for weight in checkpoint.weights.values():
         record = records.get(weight.name, {})
-        if weight.layout == "dense":
+        layout = weight.stored_as
+        tile = layout.tile and prod(layout.tile)
+        if not layout.packed:
             entry = weight.entries[0]
-            shape, dtype, tile = entry.shape, dtype_name(entry.dtype), None
+            shape, dtype = entry.shape, dtype_name(entry.dtype)
         else:
             form = checkpoint.form(weight)
             shape, dtype = (form.rows, form.cols), dtype_name(form.dtype)
-            module = sparse.MODULES.get(weight.layout)
-            tile = module.TILE_ROWS * module.TILE_COLS if module else None
         nonzeros = record.get("nonzeros")
         rows.append(
             WeightRow(
@@ -76,7 +76,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
                 None if nonzeros is None or not prod(shape) else 1 - nonzeros / prod(shape),
                 record["densest_tile"] / tile if tile and "densest_tile" in record else None,
                 32 * record["wavefronts"] / nonzeros if nonzeros and "wavefronts" in record else None,
-                "int8" if tile and weight.is_int8 else record.get("value_dtype"),
+                "int8" if layout.sparse and weight.is_int8 else record.get("value_dtype"),
                 nonzeros / record["slots"] if nonzeros and record.get("slots") else None,
                 record.get("error"),
                 *(chosen.get(weight.name, {}).get(key) for key in ("sparsity", "method", "output_error")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tilepress.compress.run.targets import linear_layers
-from tilepress.formats import TilepressError, UsageError, dtype_name, int8, kv_calibration, tiled_bitmap
+from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -73,7 +73,7 @@ def verify(
         checks.append(_cache(checkpoint))
     if source:
         pruned = {record["name"] for record in manifest["tensors"] if "zeros" in record}
-        pruned |= set() if declared else {weight.name for weight in weights.values() if weight.layout != "dense"}
+        pruned |= set() if declared else {weight.name for weight in weights.values() if weight.is_packed}
         changed = {
             record["name"]: what
             for record in manifest["tensors"]
@@ -90,7 +90,7 @@ def verify(
 def _has_packed(path: Path) -> bool:
     checkpoint = Checkpoint(path)
     try:
-        return any(weight.layout != "dense" for weight in checkpoint.weights.values())
+        return any(weight.is_packed for weight in checkpoint.weights.values())
     except TilepressError:  # parts are missing: a finding
         return True
 
@@ -162,22 +162,8 @@ def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict 
 
 def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
     """What a weight is, in the manifest's words, and what is wrong with it."""
-    found = {"layout": weight.layout, "bytes": weight.nbytes}
-    if weight.layout == "dense":
-        tensor = checkpoint.read(weight.name)
-        pieces = tensor.reshape(-1).split(1 << 22)
-        problems = (
-            ["non-finite values"]
-            if tensor.is_floating_point() and not all(bool(torch.isfinite(p.float()).all()) for p in pieces)
-            else []
-        )
-        return found | {
-            "shape": list(tensor.shape),
-            "dtype": dtype_name(tensor.dtype),
-            "nonzeros": sum(int(torch.count_nonzero(p)) for p in pieces),
-        }, problems
     examined, problems = checkpoint.examine(weight)
-    return found | examined, problems
+    return {"layout": weight.layout, "bytes": weight.nbytes} | examined, problems
 
 
 def _cache(checkpoint: Checkpoint) -> Check:
@@ -228,15 +214,9 @@ def _against(
             continue
         try:
             theirs = source.dense(source.weights[weight.name])
-            if weight.layout == "tiled-bitmap" and weight.is_int8 and not source.weights[weight.name].is_int8:
-                packed = checkpoint.packed(weight)
-                ours = tiled_bitmap.unpack_values(packed)
-                theirs = theirs.t() if packed.transposed else theirs
-                if ours.shape == theirs.shape:
-                    theirs = int8.quantize(theirs.to(packed.scale.dtype), packed.scale[:, None])
-            elif weight.layout == "int8" and not source.weights[weight.name].is_int8:
-                ours, scale = (checkpoint.read(entry.name) for entry in weight.entries[:2])
-                ours, scale = (ours, scale) if ours.dim() == 2 else (ours[0], scale.t())
+            if weight.is_int8 and not source.weights[weight.name].is_int8:
+                ours, scale = weight.stored_as.codes(checkpoint.packed(weight))
+                theirs = theirs.t() if checkpoint.form(weight).transposed else theirs
                 theirs = int8.quantize(theirs.to(scale.dtype), scale) if ours.shape == theirs.shape else theirs
             else:
                 ours = checkpoint.dense(weight)

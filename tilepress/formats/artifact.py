@@ -1,12 +1,13 @@
 """Writing an artifact so that a killed run can resume and a half-written folder never loads.
 
-A shard is streamed into a temporary file: the header's room is reserved from the planned sizes, tensors follow one by one, the
-header is written last and padded with spaces (the safetensors format allows that). Then fsync, rename, and a done-record with
-hashes. `config.json` and the manifest come after every shard, so no loader accepts a folder that is not complete.
+A shard's tensors are streamed into temporary files, one for each element size, so that each weight is looked at once; these
+are joined behind the header. Then fsync, rename, and a done-record with hashes. `config.json` and the manifest come after every
+shard, so no loader accepts a folder that is not complete.
 """
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -16,28 +17,17 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import DTYPE_NAMES
+from tilepress.formats.layout import side_suffixes
 
 WORK_FOLDER = ".tilepress"  # plan and done-records of an unfinished run
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor of a shard to be written: `max_elements` bounds a size that is known only once the tensor is packed."""
-
-    name: str
-    dtype: torch.dtype
-    max_elements: int
-    dims: int = 1
-
-    @property
-    def max_nbytes(self) -> int:
-        return self.max_elements * self.dtype.itemsize
+_BLOCK_BYTES = 1 << 22  # copied at once
 
 
 @contextmanager
@@ -93,63 +83,113 @@ def sha256_file(path: Path) -> str:
 
 
 class ShardWriter:
-    """Writes one safetensors file tensor by tensor, holding none of them.
+    """Writes one safetensors file from tensors that come in any order, holding none of them.
 
-    Tensors must be added in the order of `planned`; each may take at most its planned elements.
+    Tensors of one element size go to a temporary file of their own, one after the other. `finish` joins them behind the
+    header: wide elements first, so that every tensor is aligned without holes, then what is stored beside packed words
+    behind the words, then by name. The order in which tensors came therefore changes no byte.
     """
 
-    def __init__(self, path: Path, planned: list[PlannedTensor], folder: Path):
-        """The file grows as a temporary one in `folder`, on the same disk as `path`."""
+    def __init__(self, path: Path, folder: Path):
+        """The temporary files are in `folder`, on the same disk as `path`."""
         self.path = path
-        self._temporary = temporary_name(folder, path)
-        self._planned = planned
-        self._header: dict = {"__metadata__": {"format": "pt"}}
-        # No number of a header has more digits than this one.
-        widest = dict(self._header) | {
-            t.name: {"dtype": DTYPE_NAMES[t.dtype], "shape": [2**63] * t.dims, "data_offsets": [2**63, 2**63]}
-            for t in planned
-        }
-        self._room = -(-(len(json.dumps(widest, separators=(",", ":")).encode()) + 8) // 128) * 128 - 8
-        with disk_errors(path):
-            self._file = open(self._temporary, "wb")  # noqa: SIM115 - finish or abandon closes it
-            self._file.seek(8 + self._room)
-        self._offset = 0
+        self._folder = folder
+        self._streams: dict[int, BinaryIO] = {}  # by the bytes of an element
+        self._stored: list[_Stored] = []
 
     def add(self, name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
-        """Appends a tensor given as consecutive pieces of its elements; returns its bytes. `shape[0]` may be -1: what comes."""
-        planned = self._planned[len(self._header) - 1]
-        assert planned.name == name, (planned.name, name)
-        begin = self._offset
+        """Stores a tensor given as one or more consecutive pieces of its elements, and returns its bytes.
+
+        `shape[0]` may be -1 for as many as come.
+        """
+        stream, begin, dtype = None, 0, None
         with disk_errors(self.path):
             for piece in pieces:
-                assert piece.dtype == planned.dtype, (name, piece.dtype)
-                data = piece.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-                self._file.write(data)
-                self._offset += data.nbytes
-        nbytes = self._offset - begin
+                if stream is None:
+                    dtype, stream = piece.dtype, self._stream(piece.dtype.itemsize)
+                    begin = stream.tell()
+                assert piece.dtype == dtype, (name, piece.dtype)
+                stream.write(piece.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+            nbytes = stream.tell() - begin
         if shape and shape[0] == -1:
-            shape = (nbytes // planned.dtype.itemsize, *shape[1:])
-        self._header[name] = {
-            "dtype": DTYPE_NAMES[planned.dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, self._offset],
-        }
+            shape = (nbytes // dtype.itemsize, *shape[1:])
+        self._stored.append(_Stored(name, dtype, tuple(shape), begin, nbytes))
         return nbytes
 
     def finish(self) -> tuple[int, str]:
-        """Writes the header, makes the file durable and gives it its name; returns its size and sha256."""
-        header = json.dumps(self._header, separators=(",", ":")).encode()
-        assert len(self._header) - 1 == len(self._planned) and len(header) <= self._room
+        """Joins the streams, makes the file durable and gives it its name; returns its size and sha256."""
+        stored, digest = sorted(self._stored, key=_order), hashlib.sha256()
         with disk_errors(self.path):
-            self._file.seek(0)
-            self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            digest = sha256_file(self._temporary)
-            os.replace(self._temporary, self.path)
-            return self.path.stat().st_size, digest
+            joined = self._streams[0] = self._open()
+
+            def put(data: bytes) -> None:
+                digest.update(data)
+                joined.write(data)
+
+            put(_header(stored))
+            for itemsize, tensors in itertools.groupby(stored, lambda tensor: tensor.dtype.itemsize):
+                stream = self._streams.pop(itemsize)
+                for tensor in tensors:
+                    stream.seek(tensor.begin)
+                    for at in range(0, tensor.nbytes, _BLOCK_BYTES):
+                        put(stream.read(min(_BLOCK_BYTES, tensor.nbytes - at)))
+                _remove(stream)
+            joined.flush()
+            os.fsync(joined.fileno())
+            size = joined.tell()
+            joined.close()
+            os.replace(joined.name, self.path)
+            return size, digest.hexdigest()
 
     def abandon(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        """Removes the temporary files."""
+        for stream in self._streams.values():
+            _remove(stream)
+
+    def _stream(self, itemsize: int) -> BinaryIO:
+        if itemsize not in self._streams:
+            self._streams[itemsize] = self._open()
+        return self._streams[itemsize]
+
+    def _open(self) -> BinaryIO:
+        return open(temporary_name(self._folder, self.path), "w+b")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in the stream of its element size, from byte `begin` on."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+def _order(tensor: _Stored) -> tuple:
+    """The place of a tensor in a file, as a key to sort by."""
+    beside = next((i for i, suffix in enumerate(side_suffixes(), 1) if tensor.name.endswith(suffix)), 0)
+    return -tensor.dtype.itemsize, beside, tensor.name
+
+
+def _header(tensors: list[_Stored]) -> bytes:
+    """The safetensors header of tensors in their order, with its length before it.
+
+    It is padded with spaces, which the format allows, to what it would take if every number had the most digits: so its
+    length, and with it where each tensor begins, does not depend on how many bytes the tensors have.
+    """
+    exact: dict = {"__metadata__": {"format": "pt"}}
+    widest, at = dict(exact), 0
+    for tensor in tensors:
+        dtype = {"dtype": DTYPE_NAMES[tensor.dtype]}
+        exact[tensor.name] = dtype | {"shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        widest[tensor.name] = dtype | {"shape": [2**63] * len(tensor.shape), "data_offsets": [2**63, 2**63]}
+        at += tensor.nbytes
+    header, longest = (json.dumps(form, separators=(",", ":")).encode() for form in (exact, widest))
+    room = -(-(len(longest) + 8) // 128) * 128 - 8
+    return struct.pack("<Q", room) + header.ljust(room)
+
+
+def _remove(stream: BinaryIO) -> None:
+    stream.close()
+    Path(stream.name).unlink(missing_ok=True)

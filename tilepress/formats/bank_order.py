@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 BANKS = 32
+_SWEEPS = 3  # over a tile's warps: each gets its banks anew, given the others'
 
 
 @dataclass(frozen=True)
@@ -175,3 +176,31 @@ class Placement:
     @staticmethod
     def _word(step: Tensor, lane: Tensor) -> Tensor:
         return (step >> 2) * 128 + lane * 4 + (step & 3)
+
+
+def assign(counts: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the column of values of each run of a tiled bitmap, the line where it begins, and the lines of each tile.
+
+    `counts` are the groups of each run, int32 [tiles, warps, 32]; columns and lines are [tiles, runs]. Warp after warp, the
+    fullest run takes the bank with the lowest column; in further sweeps each warp's runs are taken out and placed again.
+    """
+    (tiles, warps, lanes), device = counts.shape, counts.device
+    heights = torch.zeros(tiles, BANKS, columns // BANKS, dtype=torch.int32, device=device)
+    flat = heights.view(tiles, columns)
+    column = torch.empty(tiles, warps, lanes, dtype=torch.int64, device=device)
+    order = counts.argsort(dim=2, descending=True, stable=True)
+    for sweep in range(_SWEEPS):
+        for warp in range(warps):
+            if sweep:
+                flat.scatter_add_(1, column[:, warp], -counts[:, warp])
+            low, which = heights.min(2)
+            bank = low.argsort(dim=1, stable=True)
+            column[:, warp].scatter_(1, order[:, warp], bank * (columns // BANKS) + which.gather(1, bank))
+            flat.scatter_add_(1, column[:, warp], counts[:, warp])
+    lines = flat.amax(1)
+    flat.zero_()
+    line = torch.empty_like(counts)
+    for warp in range(warps):
+        line[:, warp] = flat.gather(1, column[:, warp])
+        flat.scatter_add_(1, column[:, warp], counts[:, warp])
+    return column.view(tiles, -1).int(), line.view(tiles, -1), lines

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError, int8, sparse
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.layout import Form, Layout, layout_named, layouts
 
 FORMAT_VERSION = 1
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,25 +62,21 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a packed weight stands for: [rows, cols] = [out_features, in_features] values of a dtype.
-
-    `transposed`: without us it is stored [cols, rows].
-    """
-
-    rows: int
-    cols: int
-    dtype: torch.dtype
-    transposed: bool
-
-
-@dataclass(frozen=True)
 class Weight:
     """A weight under its model name, with the stored tensors that make it up."""
 
     name: str
-    layout: str  # "dense", "int8" or one of sparse.MODULES
+    layout: str  # the name of its layout
     entries: tuple[TensorEntry, ...]
+
+    @property
+    def stored_as(self) -> Layout:
+        return layout_named(self.layout)
+
+    @property
+    def is_packed(self) -> bool:
+        """The model's own module does not run it."""
+        return self.stored_as.packed
 
     @property
     def file(self) -> str:
@@ -91,7 +89,7 @@ class Weight:
     @property
     def is_int8(self) -> bool:
         """Its values are codes with a scale: as a matrix, or those of a sparse layout."""
-        return self.layout == "int8" or any(entry.name == f"{self.name}_scale" for entry in self.entries[1:])
+        return self.stored_as.holds_codes(self.name, [entry.name for entry in self.entries])
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -297,20 +295,14 @@ class Checkpoint:
     def weights(self) -> dict[str, Weight]:
         """Every weight by its model name, in name order; packed ones with all their parts."""
         found: dict[str, Weight] = {}
-        for name, entry in self.tensors.items():
-            packed = {layout: sparse.part_names(name, layout, self.tensors) for layout in sparse.MODULES}
-            layout = next((layout for layout, parts in packed.items() if parts), None)
-            if layout is not None:
-                found[name] = Weight(name, layout, tuple(self.tensors[part] for part in packed[layout]))
-            elif name.endswith(".weight") and entry.dtype == torch.int8:
-                scale, *inputs = int8.part_names(name)
-                if scale not in self.tensors:
-                    raise TilepressError(f"int8 tensor {name!r} has no {scale}", _REPAIR_HINT)
-                parts = (entry, self.tensors[scale], *(self.tensors[n] for n in inputs if n in self.tensors))
-                found[name] = Weight(name, "int8", parts)
+        packed = [layout for layout in layouts().values() if layout.packed]
+        for name in self.tensors:
+            parts = {layout.name: layout.parts(name, self.tensors) for layout in packed}
+            if layout := next((layout for layout in parts if parts[layout]), None):
+                found[name] = Weight(name, layout, tuple(self.tensors[part] for part in parts[layout]))
         inner = {entry.name for weight in found.values() for entry in weight.entries[1:]}
         for name in self.tensors:
-            part = any(name.endswith(s) for module in sparse.MODULES.values() for s in module.SUFFIXES[1:])
+            part = any(name.endswith(suffix) for layout in packed for suffix in layout.suffixes[1:])
             if part and name not in inner:
                 raise TilepressError(
                     f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
@@ -341,50 +333,37 @@ class Checkpoint:
             why = str(error).splitlines()[0]
             raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error
 
-    def packed(self, weight: Weight) -> sparse.Packed:
-        """The stored tensors of a sparse weight, with their shapes checked."""
-        parts = (self.read(entry.name) for entry in weight.entries)
-        return sparse.MODULES[weight.layout].from_parts(*parts, name=weight.name)
+    def packed(self, weight: Weight, device: torch.device | str = "cpu") -> Any:
+        """A weight's stored tensors on a device as its layout puts them together, with their shapes checked."""
+        return weight.stored_as.assemble(weight.name, {e.name: self.read(e.name).to(device) for e in weight.entries})
 
-    def packed_shape(self, weight: Weight) -> sparse.Packed:
+    def packed_shape(self, weight: Weight) -> Any:
         """The same without its tensors: they are empty, of the declared sizes, on the meta device."""
-        parts = [torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in weight.entries]
-        parts[2] = self.read(weight.entries[2].name)
-        return sparse.MODULES[weight.layout].from_parts(*parts, name=weight.name)
+        layout, parts = weight.stored_as, {}
+        for entry in weight.entries:
+            if layout.described_by and entry.name == weight.name + layout.described_by:
+                parts[entry.name] = self.read(entry.name)
+            else:
+                parts[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return layout.assemble(weight.name, parts)
 
     def form(self, weight: Weight) -> Form:
         """Shape and dtype of a packed weight, from its headers and small parts."""
-        if weight.layout == "int8":
-            codes, scale = weight.entries[:2]
-            transposed = len(codes.shape) == 3 and codes.shape[0] == 1
-            if len(codes.shape) != 2 and not transposed:
-                raise TilepressError(f"int8 weight {weight.name} is {list(codes.shape)}, not a matrix", _REPAIR_HINT)
-            rows, cols = codes.shape[:0:-1] if transposed else codes.shape
-            return Form(rows, cols, scale.dtype, transposed)
-        packed = self.packed_shape(weight)
-        return Form(packed.rows, packed.cols, packed.weight_dtype, packed.transposed)
+        return weight.stored_as.form(self.packed_shape(weight))
 
     def examine(self, weight: Weight) -> tuple[dict, list[str]]:
-        """What the manifest records of a packed weight, counted anew, and what is wrong with it."""
-        if weight.layout == "int8":
-            return int8.examine(weight.name, {entry.name: self.read(entry.name) for entry in weight.entries})
-        packed, module = self.packed(weight), sparse.MODULES[weight.layout]
-        problems, stats = module.check(packed)
-        return module.record(packed, stats), problems
+        """What the manifest records of a weight, counted anew, and what is wrong with it."""
+        return weight.stored_as.examine(self.packed(weight))
 
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:
         """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
-        if weight.layout == "dense":
+        if not weight.is_packed:
             return self.read(weight.name).to(device)
-        if weight.layout == "int8":
-            codes, scale = (self.read(entry.name).to(device) for entry in weight.entries[:2])
-            return int8.dequantize(codes, scale) if codes.dim() == 2 else int8.dequantize(codes[0], scale.t())
-        packed, module = self.packed(weight).to(device), sparse.MODULES[weight.layout]
-        problem = module.check_bounds(packed)
-        if problem:
+        layout, packed = weight.stored_as, self.packed(weight, device)
+        if problem := layout.problem(packed):
             raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
-        tensor = module.unpack(packed)
-        return tensor.t().contiguous() if packed.transposed else tensor
+        tensor = layout.matrix(packed)
+        return tensor.t().contiguous() if layout.form(packed).transposed else tensor
 
 
 def locate(model: str, revision: str | None = None, **options) -> Path:

@@ -7,13 +7,15 @@ symmetric per token or per tensor, found at run time, or static per tensor (`…
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilepress.formats import TilepressError, dtype_name
+from tilepress.formats.layout import Add, Form, Layout, Span, register
+from tilepress.formats.stripes import converted, nonzeros
 
 WEIGHTS = ("channel", "tensor")
 ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
@@ -21,6 +23,8 @@ STATIC = ("tensor", "tensor-asym")  # of them: found before, not at run time
 METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
 QMIN, QMAX = -128, 127
+_ROWS = 1024  # of a weight quantized together
+_VERIFY = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
     *("dynamic", "actorder", "observer", "observer_kwargs"),
@@ -198,8 +202,7 @@ def examine(name: str, parts: dict[str, Tensor]) -> tuple[dict, list[str]]:
     rows, cols = codes.shape[:0:-1] if transposed else codes.shape
     if tuple(scale.shape) not in ((rows, 1), (1,)):
         problems.append(f"{scale_name} is {list(scale.shape)} for codes {list(codes.shape)}")
-    nonzeros = sum(int(torch.count_nonzero(piece)) for piece in codes.reshape(-1).split(1 << 22))
-    found = {"shape": [rows, cols], "dtype": dtype_name(scale.dtype), "nonzeros": nonzeros}
+    found = {"shape": [rows, cols], "dtype": dtype_name(scale.dtype), "nonzeros": nonzeros(codes)}
     return found | ({"transposed": True} if transposed else {}), problems
 
 
@@ -308,3 +311,131 @@ def _same_input(paths: list[str], value, tensors: dict) -> bool:
         if there and len({float(value(name).float().reshape(-1)[0]) for name in there}) > 1:
             return False
     return True
+
+
+class Codes:
+    """A weight's int8 codes, some rows after the other as (first row, codes), and what is known of them after the last."""
+
+    def __init__(self, weight: Tensor, per: str, dtype: torch.dtype, name: str):
+        """The scale is `weight_scale`'s. Raises TilepressError for values that are not finite: a scale would mean nothing."""
+        for _ in converted(weight, weight.dtype, name):
+            pass
+        self.weight, self.scale = weight, weight_scale(weight, per, dtype)
+        self.nonzeros, self._signal, self._noise = 0, 0.0, 0.0
+
+    @property
+    def error(self) -> float:
+        """Frobenius norm of what rounding changed, relative to the weight's."""
+        return (self._noise / self._signal) ** 0.5 if self._signal else 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, len(self.weight), _ROWS):
+            rows = self.weight[first : first + _ROWS].float()
+            scale = self.scale if self.scale.dim() == 1 else self.scale[first : first + _ROWS]
+            codes = quantize(rows, scale)
+            self._signal += float(rows.square().sum(dtype=torch.float64))
+            self._noise += float((dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
+            self.nonzeros += int(torch.count_nonzero(codes))
+            yield first, codes
+
+    def all(self) -> Tensor:
+        """Return the whole matrix of codes."""
+        codes = torch.empty(self.weight.shape, dtype=torch.int8, device=self.weight.device)
+        for first, rows in self:
+            codes[first : first + len(rows)] = rows
+        return codes
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """The stored tensors of a weight by the names that a layer's module gives them: weight, weight_scale, input_scale, …"""
+
+    name: str
+    parts: dict[str, Tensor]
+    layout_name = "int8"
+
+    @property
+    def stored(self) -> Tensor:
+        """int8 [rows, cols], or [1, cols, rows] in place of a Conv1D."""
+        return self.parts["weight"]
+
+    @property
+    def scale(self) -> Tensor:
+        """[rows, 1] or [1]."""
+        return self.parts["weight_scale"]
+
+
+class Int8Layout(Layout):
+    """int8 codes with scales; those of a Conv1D as [1, in, out], which no loader takes for its weight."""
+
+    name, title, sparse, offered = "int8", "INT8", False, False
+
+    def __init__(self, scheme: Int8Scheme | None = None):
+        """The scheme is needed for writing alone: `config.json` has it."""
+        self.scheme = scheme
+
+    def parts(self, name: str, tensors: Mapping) -> tuple[str, ...] | None:
+        if not name.endswith(".weight") or tensors[name].dtype != torch.int8:
+            return None
+        scale, *inputs = part_names(name)
+        if scale not in tensors:
+            raise TilepressError(f"int8 tensor {name!r} has no {scale}", _VERIFY)
+        return name, scale, *(part for part in inputs if part in tensors)
+
+    def holds_codes(self, name: str, parts: Iterable[str]) -> bool:
+        return True
+
+    def stored_names(self, name: str) -> list[str]:
+        scale, input_scale, zero_point = part_names(name)
+        static = [input_scale] if self.scheme.static else []
+        return [name, scale, *static, *([zero_point] if self.scheme.asymmetric else [])]
+
+    def expected_bytes(self, form: Form, density: float) -> int:
+        scales = (form.rows if self.scheme.weights == "channel" else 1) + self.scheme.static
+        return form.elements + scales * form.dtype.itemsize + self.scheme.asymmetric
+
+    def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
+        codes, shape = Codes(weight, self.scheme.weights, form.dtype, name), (form.rows, form.cols)
+        stored = (1, *shape[::-1]) if form.transposed else shape
+        nbytes = add(name, stored, codes.all().t().split(_ROWS) if form.transposed else (rows for _, rows in codes))
+        for part, values in (beside | {part_names(name)[0]: codes.scale}).items():
+            nbytes += add(part, tuple(values.shape), [values])
+        found = {"shape": list(shape), "dtype": dtype_name(codes.scale.dtype), "nonzeros": codes.nonzeros}
+        found |= {"error": round(codes.error, 8)} | ({"transposed": True} if form.transposed else {})
+        return {"bytes": nbytes, "layout": self.name} | record | found
+
+    def assemble(self, name: str, parts: dict[str, Tensor]) -> Int8Weight:
+        return Int8Weight(name, {part.rpartition(".")[2]: tensor for part, tensor in parts.items()})
+
+    def form(self, packed: Int8Weight) -> Form:
+        codes = packed.stored
+        transposed = codes.dim() == 3 and codes.shape[0] == 1
+        if codes.dim() != 2 and not transposed:
+            raise TilepressError(f"int8 weight {packed.name} is {list(codes.shape)}, not a matrix", _VERIFY)
+        rows, cols = codes.shape[:0:-1] if transposed else codes.shape
+        return Form(rows, cols, packed.scale.dtype, transposed)
+
+    def examine(self, packed: Int8Weight) -> tuple[dict, list[str]]:
+        stem = packed.name.removesuffix("weight")
+        return examine(packed.name, {stem + part: tensor for part, tensor in packed.parts.items()})
+
+    def matrix(self, packed: Int8Weight) -> Tensor:
+        return dequantize(*self.codes(packed))
+
+    def codes(self, packed: Int8Weight) -> tuple[Tensor, Tensor]:
+        codes = packed.stored
+        return codes if codes.dim() == 2 else codes[0].t(), packed.scale
+
+    def slice(
+        self, packed: Int8Weight, read: Callable[..., Tensor], rows: Span, cols: Span, device: torch.device
+    ) -> tuple[Int8Weight, tuple[Span, Span]]:
+        """Scales of rows go with the rows; those of tensors and inputs stay as they are."""
+        found = {}
+        for part, whole in packed.parts.items():
+            of_rows = part == "weight_scale" and whole.dim() == 2
+            ranges = [slice(*rows), slice(*cols)] if part == "weight" else [slice(*rows)] if of_rows else []
+            found[part] = read(part, *ranges).to(device, copy=True).contiguous()
+        return Int8Weight(packed.name, found), (rows, cols)
+
+
+register(Int8Layout())

@@ -1,4 +1,4 @@
-"""A weight as layouts of tiles pack it: some whole row blocks at a time, padded with zeros to whole tiles."""
+"""A tensor piece by piece: whole row blocks padded to whole tiles, as layouts of tiles pack them, and elements in order."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, dtype_name
 
 _ON_A_CARD = 1 << 25  # elements: there a thousand small operations take the time of a large one, and memory is at hand
 
@@ -41,3 +41,25 @@ def _storable(stripe: Tensor) -> bool:
     if stripe.dtype == torch.int8:
         return int(stripe.amin()) > -128
     return int((stripe.view(torch.int16) & 0x7FFF).amax()) < infinity(stripe.dtype)
+
+
+def nonzeros(tensor: Tensor) -> int:
+    """Return how many elements are not zero."""
+    return sum(int(torch.count_nonzero(piece)) for piece in tensor.reshape(-1).split(1 << 22))
+
+
+def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterator[Tensor]:
+    """Yield the elements in order, in pieces, converted to a dtype.
+
+    Raises TilepressError naming a tensor with values that are not finite, before or after.
+    """
+    for piece in tensor.reshape(-1).split(1 << 22):
+        other = piece.to(dtype)
+        if piece.is_floating_point() and not bool(torch.isfinite(other.float()).all()):
+            if bool(torch.isfinite(piece.float()).all()):
+                hint = "convert with --dtype bfloat16, which has float32's range"
+                raise TilepressError(f"{name} has values beyond {dtype_name(dtype)}", hint)
+            raise TilepressError(
+                f"{name} has non-finite values", "the checkpoint is damaged, or overflowed in training"
+            )
+        yield other

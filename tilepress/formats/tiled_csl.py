@@ -15,7 +15,8 @@ an 8-row group taken in the order 0 4 1 5 2 6 3 7, a conflict-free 16-byte fragm
 Any density works; every element whose bits are not all zero is kept, so -0.0 survives and unpack(pack(w)) is w bit for bit.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
+from tilepress.formats.layout import Form, register
 from tilepress.formats.stripes import infinity, stripes
+from tilepress.formats.tiles import TiledLayout
 
-SUFFIXES = ("", "_offsets", "_layout")  # of the three tensors that store weight NAME: NAME, NAME_offsets, NAME_layout
-OPTIONAL_SUFFIXES = ()
 TILE_ROWS, TILE_COLS = 128, 64  # the taller a tile, the more evenly its banks are filled
 WINDOW = TILE_ROWS * TILE_COLS  # elements
 DUMP = 2 * BANKS  # elements behind a window that padding hits
@@ -44,6 +45,7 @@ class TiledCSL:
     cols: int
     dtype: torch.dtype  # of the values: bfloat16 or float16
     transposed: bool = False  # the checkpoint without us stores [cols, rows], as Conv1D does
+    layout_name = "tiled-csl"
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -367,3 +369,23 @@ def _wavefronts(words: Tensor, offsets: Tensor) -> int:
     distinct *= steps >= 0
     crowd = torch.zeros_like(steps).scatter_add_(1, (steps & (BANKS - 1)).long(), distinct)
     return int(crowd.amax(1).sum()) if crowd.numel() else 0
+
+
+class TiledCSLLayout(TiledLayout):
+    """Words, offsets and layout under NAME, NAME_offsets and NAME_layout."""
+
+    name, title, module = "tiled-csl", "Tiled-CSL", sys.modules[__name__]
+    suffixes, described_by = ("", "_offsets", "_layout"), "_layout"
+    tile = (TILE_ROWS, TILE_COLS)
+    densities = (0.0, 0.12)  # above, a bitmap is faster on most shapes; on the largest from about 0.06
+
+    def expected_bytes(self, form: Form, density: float) -> int:
+        tiles = num_tiles(form.rows, form.cols)
+        return int(4 * (form.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
+
+    def start(self, name: str, form: Form, weight: Tensor, record: dict) -> tuple[Iterator, Callable, dict]:
+        shape = form.rows, form.cols, weight.dtype, form.transposed
+        return pack_stripes(weight, name), lambda offsets: TiledCSL(offsets[:0], offsets, *shape), record
+
+
+register(TiledCSLLayout())

@@ -15,8 +15,7 @@ from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register
-from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.sparse import SparseLinear
+from tilepress.runtime.linear.packed import PackedLinear
 from tilepress.runtime.parallel import sharding
 from tilepress.runtime.parallel.group import TensorParallel
 
@@ -33,7 +32,7 @@ def load(
 ):
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
-    The linears of an artifact's packed weights are `SparseLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
+    The linears of an artifact's packed weights are `PackedLinear`; decoder layers of the Llama kind share quantized inputs
     (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
     ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
@@ -139,8 +138,8 @@ def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
     """Which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
     found: dict[str, int] = {}
     for module in model.modules():
-        if isinstance(module, SparseLinear | Int8Linear):
-            key = module.path_for(model.dtype) if isinstance(module, SparseLinear) else module.path
+        if isinstance(module, PackedLinear):
+            key = module.path_for(model.dtype)
             found[key] = found.get(key, 0) + 1
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.artifacts import prune
+from support.artifacts import prune, run_recipe
 from support.families import byte_tokenizer
 from support.interruption import digest, stop_anywhere_and_resume
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tilepress import demo
 from tilepress.compress.prune.recipe import PruneRecipe
+from tilepress.compress.quantize.recipe import QuantizeRecipe
 from tilepress.compress.run import plan as planning, shards
 from tilepress.compress.run.finish import finish
 from tilepress.compress.run.plan import make_plan, open_output
@@ -41,6 +42,22 @@ def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of,
 
     recipe = PruneRecipe(0.6, scope)
     assert stop_anywhere_and_resume(recipe, checkpoint_of("llama"), tmp_path, monkeypatch, nothing_loads) > 8
+
+
+@pytest.mark.parametrize(
+    "recipe", [PruneRecipe(0.6), PruneRecipe(0.6, "global"), QuantizeRecipe()], ids=["auto", "global", "int8"]
+)
+def test_each_weight_is_transformed_once(checkpoint_of, tmp_path, monkeypatch, recipe):
+    asked, real = [], type(recipe).transform
+
+    def transform(self, target, weight, state):
+        asked.append(target.name)
+        return real(self, target, weight, state)
+
+    monkeypatch.setattr(type(recipe), "transform", transform)
+    manifest = run_recipe(recipe, checkpoint_of("llama"), tmp_path / "out")
+    changed = [tensor["name"] for tensor in manifest["tensors"] if tensor["layout"] != "dense"]
+    assert sorted(asked) == changed and len(changed) == 14
 
 
 LONG = {

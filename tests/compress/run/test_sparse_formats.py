@@ -10,10 +10,10 @@ from support.artifacts import prune, quantize
 from transformers import AutoModelForCausalLM
 
 import tilepress
-from tilepress.compress.run.encode import BITMAP_FROM, DENSE_FROM
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, tiled_bitmap
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
+from tilepress.formats.layout import layouts as known_layouts
 from tilepress.runtime.linear.sparse import TiledBitmapLinear
 from tilepress.runtime.loader import paths
 
@@ -116,7 +116,8 @@ def test_auto_looks_at_each_weight(checkpoint_of, tmp_path, cli):
     for tensor in read_manifest(tmp_path / "auto")["tensors"]:
         if "zeros" in tensor:
             density = tensor["nonzeros"] / (tensor["shape"][0] * tensor["shape"][1])
-            expected = "dense" if density > DENSE_FROM else "tiled-bitmap" if density > BITMAP_FROM else "tiled-csl"
+            bitmap_from, dense_from = known_layouts()["tiled-bitmap"].densities
+            expected = "dense" if density > dense_from else "tiled-bitmap" if density > bitmap_from else "tiled-csl"
             assert tensor["layout"] == expected
             found[expected] = found.get(expected, 0) + 1
     assert len(found) >= 2 and "dense" in found and len(Checkpoint(uneven).shards) > 1

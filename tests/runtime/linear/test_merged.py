@@ -8,7 +8,7 @@ from tilepress.formats import tiled_bitmap, tiled_csl
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.runtime.linear.int8 import Int8Linear, MergedInt8Linear
 from tilepress.runtime.linear.merged import merge
-from tilepress.runtime.linear.sparse import sparse_linear
+from tilepress.runtime.linear.packed import packed_linear
 
 
 def weight(rows: int, cols: int, seed: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def dense(rows: int, seed: int) -> nn.Linear:
 
 def sparse(form):
     def make(rows: int, seed: int):
-        made = sparse_linear(form.pack(weight(rows, 96, seed)), bias=seed != 1, bias_dtype=torch.bfloat16)
+        made = packed_linear(form.pack(weight(rows, 96, seed)), None if seed == 1 else torch.bfloat16)
         if made.bias is not None:
             made.bias.data = torch.randn(rows).bfloat16()
         return made

@@ -13,7 +13,6 @@ import torch
 from tilepress.compress.kv.attention import QUERIES, AttentionShape, Watch, attention_shape, rotary_dim
 from tilepress.compress.kv.search import choose
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.run.encode import DenseLayout, Layout
 from tilepress.compress.run.plan import Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, find_targets
 from tilepress.formats import UsageError, dtype_name
@@ -30,6 +29,7 @@ from tilepress.formats.kv_calibration import (
     weights_hash,
 )
 from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.layout import Layout, layout_named
 from tilepress.text import Text, check_vocabulary, check_window, load_tokenizer
 
 _SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
@@ -70,7 +70,7 @@ class KVRecipe(Recipe):
         return [], []
 
     def layout(self) -> Layout:
-        return DenseLayout()
+        return layout_named("dense")
 
     def settings(self) -> dict:
         chosen = {

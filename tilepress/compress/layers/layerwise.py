@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from tilepress.compress.run.encode import converted
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
+from tilepress.formats.stripes import converted
 from tilepress.models.experts import SeparateExperts, place_of
 from tilepress.models.meta import build_meta_model
 
@@ -147,7 +147,7 @@ class LayerByLayer:
                     raise UsageError(f"{name} has no place in the model", "leave it out with --ignore")
                 if place.experts is None:
                     continue
-                form = self.checkpoint.form(weight) if weight.layout != "dense" else None
+                form = self.checkpoint.form(weight) if weight.is_packed else None
                 rows, cols = (form.rows, form.cols) if form else weight.entries[0].shape
                 linear = nn.Linear(cols, rows, bias=False, device="meta", dtype=self.dtype)
                 found.setdefault(place.experts, {}).setdefault(place.number, {})[place.linear] = linear

@@ -24,9 +24,9 @@ from tilepress.compress.layers.walk import PROBE_TOKENS, Visitor
 from tilepress.compress.prune import admm, sparsegpt, wanda
 from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_magnitude
 from tilepress.compress.quantize.smoothing import Group, find_groups
-from tilepress.compress.run.encode import converted
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import linear_shape
+from tilepress.formats.stripes import converted
 
 METHODS = ("wanda", "sparsegpt", "admm")
 REFITTING = ("sparsegpt", "admm")  # give kept weights other values

@@ -19,12 +19,13 @@ from tilepress.compress.layers.walk import Found, manifest_facts, wait_for_walk,
 from tilepress.compress.prune import expectation, layer_pruning, memory as pruning_memory
 from tilepress.compress.prune.allocation import ALLOCATIONS, allocate, read_allocation
 from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
-from tilepress.compress.run.encode import FORMATS, Compressed, Layout, layout_for
+from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Plan, Progress, Recipe, source_mtime
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.layout import Layout
 from tilepress.text import Text, check_window
 
 SCOPES = ("layer", "row", "global")
@@ -67,13 +68,13 @@ class PruneRecipe(Recipe):
         for value, choices, flag in (
             (self.scope, SCOPES, "scope"),
             (self.method, METHODS, "method"),
-            (self.format, FORMATS, "format"),
+            (self.format, format_names(), "format"),
             (self.value_dtype, VALUE_DTYPES, "value-dtype"),
             (self.allocation, ALLOCATIONS, "allocation"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
-        if self.value_dtype == "int8" and self.format not in ("auto", "tiled-bitmap"):
+        if self.value_dtype == "int8" and layout_for(self.format, "channel") is None:
             raise UsageError(f"--format {self.format} has no int8 values", "choose --format tiled-bitmap")
         if self.calibrates and self.text is None:
             raise UsageError(f"--method {self.method} needs text", "add --dataset FILE or HUB_ID")
@@ -120,7 +121,7 @@ class PruneRecipe(Recipe):
         return round(self.sparsity * elements)
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        if self.format != "dense":
+        if layout_for(self.format).packed:
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
         if self.text is not None:
             check_window(self.text.seqlen, checkpoint.text_config)
@@ -201,7 +202,9 @@ class PruneRecipe(Recipe):
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
             shard = state["shard"][target.name]
-            ties = state["ties_left"].setdefault(target.name, state["ties"][shard])  # the same if it is asked for again
+            ties = state["ties_left"].setdefault(
+                target.name, state["ties"][shard]
+            )  # recovery asks for a weight more than once
             pruned, stats = prune(weight, Threshold(state["key"], ties, state["wide"]))
             state["ties"][shard] = min(state["ties"][shard], ties - stats.ties)
         else:

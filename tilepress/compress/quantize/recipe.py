@@ -16,12 +16,13 @@ from torch import Tensor
 from tilepress.compress.layers.walk import manifest_facts, wait_for_walk
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
-from tilepress.compress.run.encode import Compressed, Int8Layout, Layout, TiledBitmapLayout
+from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
-from tilepress.formats import UsageError, dtype_name, sparse
+from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
-from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Scheme
+from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Layout, Int8Scheme
+from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.text import Text, check_window
 
@@ -84,8 +85,8 @@ class QuantizeRecipe(Recipe):
 
     def layout(self, target: Target) -> Layout:
         """Zeros of a sparse weight stay unstored where a kernel multiplies inputs in floating point."""
-        keeps_sparse = self.activations == "none" and target.weight.layout in sparse.MODULES
-        return TiledBitmapLayout(self.weights) if keeps_sparse else Int8Layout(self.scheme)
+        keeps_sparse = self.activations == "none" and target.weight.stored_as.sparse
+        return layout_for("auto", self.weights) if keeps_sparse else Int8Layout(self.scheme)
 
     def settings(self) -> dict:
         observer = None
@@ -107,11 +108,11 @@ class QuantizeRecipe(Recipe):
 
     def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         self._check_dtype(checkpoint, targets)
-        sparse_ones = [target for target in targets if isinstance(self.layout(target), TiledBitmapLayout)]
+        sparse_ones = [target for target in targets if self.layout(target).sparse]
         check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
         if self.text is not None:
             check_window(self.text.seqlen, checkpoint.text_config)
-        packed = [name for name, weight in checkpoint.weights.items() if weight.layout != "dense"]
+        packed = [name for name, weight in checkpoint.weights.items() if weight.is_packed]
         kept = [item.name for item in left_alone if item.name in packed]
         if kept:
             raise UsageError(
@@ -211,7 +212,7 @@ class QuantizeRecipe(Recipe):
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
         config = self.scheme.quantization_config(ignore)
-        if any(item.get("transposed") or item["layout"] in sparse.MODULES for item in tensors):
+        if any(item.get("transposed") or layout_named(item["layout"]).sparse for item in tensors):
             return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
                 key: config[key] for key in ("config_groups", "ignore")
             }

@@ -27,12 +27,13 @@ from tilepress.compress.recover.settings import (
     layer_count,
     memory_bytes,
 )
-from tilepress.compress.run.encode import Compressed, Layout, layout_for
+from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_value_dtypes, find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.layout import Layout
 from tilepress.text import check_vocabulary, check_window, load_tokenizer, token_ids
 
 FACTS = "recovery.json"  # in the work folder
@@ -93,7 +94,7 @@ class RecoverRecipe(Recipe):
         if self.prune:
             self.prune.check(checkpoint, targets, left_alone)
             return
-        packed = {t.name: t.dtype for t in targets if t.weight.layout != "dense"}
+        packed = {t.name: t.dtype for t in targets if t.weight.is_packed}
         check_value_dtypes(packed)
         _check_base(checkpoint, Checkpoint(self.base), targets)
 
@@ -298,7 +299,7 @@ def _check_base(source: Checkpoint, base: Checkpoint, targets: list[Target]) -> 
             "prune it first, or prune and recover at once: `tilepress compress prune … --recover STEPS`",
         )
     hint = "--base is the dense model that the artifact was pruned from"
-    packed = [weight.name for weight in base.weights.values() if weight.layout != "dense"]
+    packed = [weight.name for weight in base.weights.values() if weight.is_packed]
     if packed:
         raise UsageError(f"the base {base.name} is compressed itself ({packed[0]})", hint)
     for key, ours, theirs in (

@@ -9,9 +9,10 @@ from pathlib import Path
 from tilepress import __version__
 from tilepress.compress.prune import expectation
 from tilepress.compress.run.plan import Plan, done_record, other_files
-from tilepress.formats import TilepressError, sparse
+from tilepress.formats import TilepressError
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+from tilepress.formats.layout import layout_named
 
 OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
 
@@ -96,7 +97,7 @@ def _copy_other_files(plan: Plan) -> list[str]:
 def model_card(manifest: dict) -> str:
     """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
     base = manifest["source"]["name"]
-    packed = [t for t in manifest["tensors"] if t["layout"] in sparse.MODULES]
+    packed = [t for t in manifest["tensors"] if layout_named(t["layout"]).sparse]
     int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
     total = sum(t["bytes"] for t in manifest["tensors"])
     changed = [t for t in manifest["tensors"] if "zeros" in t]
@@ -204,8 +205,10 @@ def _expected(manifest: dict) -> list[str]:
 
 def _how_packed(packed: list[dict]) -> str:
     counts = collections.Counter((t["layout"], t.get("value_dtype") == "int8") for t in packed)
-    names = {"tiled-csl": "Tiled-CSL", "tiled-bitmap": "tiled bitmaps"}
-    told = [f"{n} as {names[layout]}{' with INT8 values' if int8 else ''}" for (layout, int8), n in counts.items()]
+    told = [
+        f"{n} as {layout_named(layout).title}{' with INT8 values' if int8 else ''}"
+        for (layout, int8), n in counts.items()
+    ]
     return f"Linear weights are stored sparsely: {', '.join(told)}."
 
 

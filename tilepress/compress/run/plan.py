@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilepress.compress.run.encode import Compressed, Layout
+from tilepress.compress.run.encode import Compressed
 from tilepress.compress.run.targets import LeftAlone, Target, find_targets
 from tilepress.formats import TilepressError, UsageError, dtype_name
-from tilepress.formats.artifact import WORK_FOLDER, PlannedTensor, disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -27,6 +27,7 @@ from tilepress.formats.checkpoint import (
     read_manifest,
 )
 from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
+from tilepress.formats.layout import Layout, layout_named
 
 Progress = Callable[[str, int], None]  # (what is at hand, elements done since the last call)
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
@@ -100,7 +101,7 @@ class Recipe:
         return {}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
-        """A target [rows, cols], compressed. May be called more than once."""
+        """What becomes of a target [rows, cols]. The writer asks once for each target of a shard."""
         raise NotImplementedError
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
@@ -126,7 +127,7 @@ class Recipe:
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
         """`config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
-        dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
+        dtypes = sorted({tensor["dtype"] for tensor in tensors if layout_named(tensor["layout"]).packed})
         if not dtypes:
             return None
         return {"quant_method": "tilepress", "format_version": FORMAT_VERSION, "value_dtypes": dtypes}
@@ -165,6 +166,7 @@ class Plan:
     fingerprint: str
     source_bytes: int
     expected_bytes: int  # of the result's shards
+    scratch_bytes: int  # of the largest of them, which is there twice while its streams are joined
     peak_bytes: int  # anonymous memory, about, without what torch itself takes
 
     @property
@@ -233,6 +235,7 @@ def make_plan(
         "targets": [target.name for target in targets],
         "source": [[e.name, e.file, str(e.dtype), e.shape] for e in checkpoint.tensors.values()],
     }
+    sizes = [sum(_expected_bytes(job, recipe) for job in shard.jobs) for shard in shards]
     return Plan(
         checkpoint.path,
         checkpoint.name,
@@ -242,33 +245,27 @@ def make_plan(
         tuple(left_alone),
         hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         sum(e.nbytes for e in checkpoint.tensors.values()),
-        sum(_expected_bytes(job, recipe) for shard in shards for job in shard.jobs)
-        + sum((checkpoint.path / path).stat().st_size for path in other_files(checkpoint.path)),
+        sum(sizes) + sum((checkpoint.path / path).stat().st_size for path in other_files(checkpoint.path)),
+        max(sizes, default=0),
         recipe.peak_bytes(checkpoint, targets) + (128 << 20),
     )
-
-
-def planned_tensors(job: Job, recipe: Recipe, layout: Layout | None) -> list[PlannedTensor]:
-    """The tensors that a job will write, a target in its layout, with the most elements that each can have."""
-    if job.target is not None:
-        return layout.planned(job.target, recipe.dtype or job.target.dtype)
-    return [PlannedTensor(e.name, _cast(e.dtype, recipe), math.prod(e.shape), len(e.shape)) for e in job.weight.entries]
-
-
-def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    return recipe.dtype if recipe.dtype and dtype.is_floating_point else dtype
 
 
 def _expected_bytes(job: Job, recipe: Recipe) -> int:
     if recipe.links:
         return 0
-    layout = recipe.layout(job.target) if job.target else None
-    planned = planned_tensors(job, recipe, layout)
-    headers = sum(_HEADER_BYTES + 2 * len(tensor.name) for tensor in planned)
     if job.target is None:
-        return headers + sum(tensor.max_nbytes for tensor in planned)
-    dtype = recipe.dtype or job.target.dtype
-    return headers + layout.expected_bytes(job.target, dtype, recipe.expected_density())
+        names = [entry.name for entry in job.weight.entries]
+        nbytes = sum(math.prod(e.shape) * _cast(e.dtype, recipe).itemsize for e in job.weight.entries)
+    else:
+        layout = recipe.layout(job.target)
+        names = layout.stored_names(job.target.name)
+        nbytes = layout.expected_bytes(job.target.form(recipe.dtype), recipe.expected_density())
+    return nbytes + sum(_HEADER_BYTES + 2 * len(name) for name in names)
+
+
+def _cast(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
+    return recipe.dtype if recipe.dtype and dtype.is_floating_point else dtype
 
 
 def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:
@@ -298,7 +295,8 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
             _refuse(plan, state, resume)
     own = _own_files(plan.output) if occupied else []
     parent = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
-    needed = plan.expected_bytes + _SPARE_BYTES - sum(path.stat().st_size for path in own if path.is_file())
+    needed = plan.expected_bytes + plan.scratch_bytes + _SPARE_BYTES
+    needed -= sum(path.stat().st_size for path in own if path.is_file())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise TilepressError(

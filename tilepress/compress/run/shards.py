@@ -16,14 +16,14 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 import torch
 from torch import Tensor
 
-from tilepress.compress.run.encode import Add, Compressed, Encoder, Layout, Load, converted
-from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, planned_tensors, source_mtime
+from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
 from tilepress.compress.run.stages import Stages, add
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, dtype_name
-from tilepress.formats.artifact import PlannedTensor, ShardWriter, sha256_file, to_json, write_atomic
+from tilepress.formats.artifact import ShardWriter, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
-from tilepress.formats.sparse import SIDE_SUFFIXES
+from tilepress.formats.layout import Add
+from tilepress.formats.stripes import converted
 
 
 def run_shards(
@@ -142,10 +142,9 @@ def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages:
     tensors = []
     for job in shard.jobs:
         progress(job.weight.name, 0)
-        copy = _Copy(plan.recipe, checkpoint, job.weight, state)
-        for entry in job.weight.entries if job.weight.name not in declared else ():
-            copy.write(entry.name, lambda name, shape, pieces: sum(piece.nbytes for piece in pieces))
-        tensors.append(declared.get(job.weight.name) or {"name": job.weight.name} | copy.record)
+        if (record := declared.get(job.weight.name)) is None:
+            record = {"name": job.weight.name} | _copy(plan.recipe, checkpoint, job.weight, state, _measure)
+        tensors.append(record)
     source, output = plan.source / shard.source, plan.output / shard.output
     output.unlink(missing_ok=True)
     try:
@@ -155,113 +154,78 @@ def _link(plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages:
     return output.stat().st_size, None, sorted(tensors, key=lambda record: record["name"])
 
 
+def _measure(name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
+    """Looks at a tensor as ShardWriter.add does, and stores nothing."""
+    return sum(piece.nbytes for piece in pieces)
+
+
 def _rewrite(
     plan: Plan, shard: Shard, checkpoint: Checkpoint, state: dict, stages: Stages, progress: Progress
 ) -> tuple:
     """Writes a shard of what the recipe makes of each weight: (size, hash, records)."""
-    recipe, layouts = plan.recipe, {}
-    for job in shard.jobs:
-        if job.target:
-            load = _load(recipe, checkpoint, job.target, state, stages)
-            dtype = recipe.dtype or job.target.dtype
-            layouts[job.weight.name] = recipe.layout(job.target).settled(job.target, dtype, load)
-    planned = sorted(
-        ((tensor, job) for job in shard.jobs for tensor in planned_tensors(job, recipe, layouts.get(job.weight.name))),
-        key=lambda pair: _order(pair[0]),
-    )
-    writer = ShardWriter(plan.output / shard.output, [tensor for tensor, _ in planned], plan.work)
-    encoders: dict[str, Encoder] = {}
+    recipe, records = plan.recipe, []
+    writer = ShardWriter(plan.output / shard.output, plan.work)
 
     def put(name: str, shape: tuple[int, ...], pieces: Iterable[Tensor]) -> int:
         with stages.of("write"):
             return writer.add(name, shape, stages.each("pack", pieces))
 
+    def width(job: Job) -> int:
+        return (recipe.dtype or job.target.dtype).itemsize if job.target else 0
+
     try:
-        for tensor, job in planned:
-            progress(tensor.name, 0)
-            if job.weight.name not in encoders:
-                layout = layouts.get(job.weight.name)
-                encoders[job.weight.name] = _encoder(recipe, checkpoint, job, layout, state, stages)
-            with stages.of("pack"):
-                encoders[job.weight.name].write(tensor.name, put)
-            if job.target and tensor.name == job.weight.name:
-                progress(tensor.name, job.target.elements)
+        for job in sorted(shard.jobs, key=width, reverse=True):  # what is pruned of ties depends on the order
+            target = job.target
+            progress(job.weight.name, 0)
+            if target is None:
+                record = _copy(recipe, checkpoint, job.weight, state, put)
+            else:
+                with stages.of("read"):
+                    weight = _matrix(checkpoint, target, recipe, stages.device)
+                with stages.of(recipe.command.split()[-1]):
+                    made = recipe.transform(target, weight, state)
+                del weight
+                with stages.of("pack"):
+                    layout, form = recipe.layout(target), target.form(recipe.dtype)
+                    record = layout.encode(target.name, form, made.weight, made.record, made.beside, put)
+                progress(target.name, target.elements)
+            records.append({"name": job.weight.name} | record)
         with stages.of("write"):
             size, digest = writer.finish()
     except BaseException:
         writer.abandon()
         raise
-    records = {name: {"name": name} | encoder.record for name, encoder in encoders.items()}
-    return size, digest, [records[name] for name in sorted(records)]
+    return size, digest, sorted(records, key=lambda record: record["name"])
 
 
-def _order(tensor: PlannedTensor) -> tuple:
-    """Wide elements first, so that every tensor is aligned without holes; packed words (whole 128-byte lines) before their side tensors."""
-    return (
-        -tensor.dtype.itemsize,
-        next((i for i, s in enumerate(SIDE_SUFFIXES, 1) if tensor.name.endswith(s)), 0),
-        tensor.name,
-    )
-
-
-def _load(recipe: Recipe, checkpoint: Checkpoint, target: Target, state: dict, stages: Stages) -> Load:
-    def load() -> Compressed:
-        with stages.of("read"):
-            weight = _matrix(checkpoint, target, recipe, stages.device)
-        with stages.of(recipe.command.split()[-1]):
-            return recipe.transform(target, weight, state)
-
-    return load
-
-
-def _encoder(
-    recipe: Recipe, checkpoint: Checkpoint, job: Job, layout: Layout | None, state: dict, stages: Stages
-) -> Encoder:
-    if job.target is None:
-        return _Copy(recipe, checkpoint, job.weight, state)
-    transformed = _load(recipe, checkpoint, job.target, state, stages)
-
-    def load() -> Compressed:
-        made = transformed()
-        made.record = {"layout": layout.name} | made.record
-        return made
-
-    return layout.encoder(job.target, recipe.dtype or job.target.dtype, load)
-
-
-class _Copy:
-    """A weight that is no target: its stored tensors as they are, or as the recipe has them."""
-
-    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict):
-        self.recipe, self.checkpoint, self.weight, self.state = recipe, checkpoint, weight, state
-        self.record = {"layout": weight.layout}
-
-    def write(self, name: str, add: Add) -> None:
-        if "error" not in self.record:
-            if self.weight.layout != "dense":
-                found, problems = self.checkpoint.examine(self.weight)
-                if problems:
-                    raise TilepressError(
-                        f"{self.weight.name}: {problems[0]}",
-                        "the artifact is damaged: `tilepress verify DIR` lists every finding",
-                    )
-                self.record |= found | {"bytes": self.weight.nbytes}
-            self.record["error"] = 0.0
-        made = self.recipe.copy(name, self.checkpoint.read(name), self.state)
-        stored, self.record = made.weight, self.record | made.record
-        dtype = self.recipe.dtype if self.recipe.dtype and stored.is_floating_point() else stored.dtype
-        nonzeros = 0
-
-        def pieces() -> Iterator[Tensor]:
-            nonlocal nonzeros
-            for piece in converted(stored, dtype, name):
-                nonzeros += int(torch.count_nonzero(piece))
-                yield piece
-
-        nbytes = add(name, tuple(stored.shape), pieces())
-        if self.weight.layout == "dense":
+def _copy(recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict, add: Add) -> dict:
+    """Stores a weight that is no target, its stored tensors as they are or as the recipe has them; returns its record."""
+    record = {"layout": weight.layout}
+    if weight.is_packed:
+        found, problems = checkpoint.examine(weight)
+        if problems:
+            raise TilepressError(
+                f"{weight.name}: {problems[0]}", "the artifact is damaged: `tilepress verify DIR` lists every finding"
+            )
+        record |= found | {"bytes": weight.nbytes}
+    record["error"] = 0.0
+    for entry in weight.entries:
+        made = recipe.copy(entry.name, checkpoint.read(entry.name), state)
+        stored, record = made.weight, record | made.record
+        dtype = recipe.dtype if recipe.dtype and stored.is_floating_point() else stored.dtype
+        nonzeros: list[int] = []
+        nbytes = add(entry.name, tuple(stored.shape), _counted(converted(stored, dtype, entry.name), nonzeros))
+        if not weight.is_packed:
             shape = {"shape": list(stored.shape), "dtype": dtype_name(dtype)}
-            self.record |= shape | {"nonzeros": nonzeros, "bytes": nbytes}
+            record |= shape | {"nonzeros": sum(nonzeros), "bytes": nbytes}
+    return record
+
+
+def _counted(pieces: Iterator[Tensor], nonzeros: list[int]) -> Iterator[Tensor]:
+    """The pieces; how many elements of each are not zero is added to the list."""
+    for piece in pieces:
+        nonzeros.append(int(torch.count_nonzero(piece)))
+        yield piece
 
 
 def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, linear_shape, model_names, module_path
+from tilepress.formats.layout import Form
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.meta import build_meta_model
@@ -38,6 +39,10 @@ class Target:
     @property
     def elements(self) -> int:
         return self.rows * self.cols
+
+    def form(self, dtype: torch.dtype | None = None) -> Form:
+        """What it stands for, in another dtype if one is given."""
+        return Form(self.rows, self.cols, dtype or self.dtype, self.transposed)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def find_targets(
     int8 = [
         weight
         for weight in checkpoint.weights.values()
-        if weight.layout == "int8" or (weight.is_int8 and not int8_bitmaps)
+        if weight.is_int8 and not (int8_bitmaps and weight.stored_as.sparse)
     ]
     if int8 and not quantized:
         raise _quantized(checkpoint, "int8")
@@ -159,7 +164,7 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _describe(checkpoint: Checkpoint, weight: Weight, module: torch.nn.Module | None) -> Target | str:
     """A stored weight as a target, or why it cannot be one. Raises UsageError if it is not of its module's shape."""
-    packed = checkpoint.form(weight) if weight.layout != "dense" else None
+    packed = checkpoint.form(weight) if weight.is_packed else None
     shape = (packed.rows, packed.cols) if packed else weight.entries[0].shape
     expert = module is None and EXPERT_WEIGHT.match(weight.name) and len(shape) == 2
     if len(shape) == 3 and ".experts." in weight.name:

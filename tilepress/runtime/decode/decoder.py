@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from tilepress.kernels import fused_norm, fused_quant
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.merged import merge
-from tilepress.runtime.linear.sparse import SparseLinear
+from tilepress.runtime.linear.packed import PackedLinear
 
 ops = torch.ops.tilepress
 LLAMA = {
@@ -262,12 +262,8 @@ class Decoder:
         linears = [x for layer in self.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
         for linear in [*linears, self.lm_head]:
             for part in _alone(linear):
-                if isinstance(part, SparseLinear):
-                    name = part.path_for(self.dtype, rows)
-                elif isinstance(part, Int8Linear):
-                    name = part.path
-                else:
-                    name = f"torch linear on {self.device.type}"
+                ours = isinstance(part, PackedLinear)
+                name = part.path_for(self.dtype, rows) if ours else f"torch linear on {self.device.type}"
                 found[name] = found.get(name, 0) + 1
         for name in self._norm_paths():
             found[name] = found.get(name, 0) + 1

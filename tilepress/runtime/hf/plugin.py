@@ -26,8 +26,7 @@ from tilepress.formats.checkpoint import (
 from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.models.experts import SeparateExperts, place_of
 from tilepress.runtime.hf.int8_layers import fuse
-from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.sparse import SparseLinear, sparse_linear
+from tilepress.runtime.linear.packed import PackedLinear, packed_linear
 
 METHOD = "tilepress"
 _VERIFY = "`tilepress verify DIR` lists every finding"
@@ -98,11 +97,9 @@ class TilepressQuantizer(HfQuantizer):
             if parameter.dtype != self._dtypes.get(name, parameter.dtype):
                 parameter.data = parameter.data.to(self._dtypes[name])
         for name, module in model.named_modules():
-            if isinstance(module, SparseLinear) and module.weight.device.type != "meta":
-                problem = module.check_bounds()
-                if problem:
+            if isinstance(module, PackedLinear) and not module.weight.is_meta:
+                if problem := module.check_bounds():
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
-            if isinstance(module, Int8Linear):
                 module.lay_out()
         fuse(model)
         model.config.quantization_config = self._stored  # save_pretrained writes what was read
@@ -176,10 +173,8 @@ def replace_packed(model: torch.nn.Module, checkpoint: Checkpoint, scheme: Int8S
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     experts: dict[str, dict[str, dict[str, torch.nn.Module]]] = {}
     for weight in checkpoint.weights.values():
-        if weight.layout == "dense":
+        if not weight.is_packed:
             continue
-        if weight.layout == "int8" and scheme is None:
-            raise TilepressError(f"{weight.name} is int8, but config.json has no scheme for it", _VERIFY)
         path = module_path(weight.name, set(modules), model.base_model_prefix)
         if path is not None:
             model.set_submodule(path, _packed_module(checkpoint, weight, scheme, modules[path], dtype))
@@ -211,7 +206,6 @@ def _packed_module(
 ) -> torch.nn.Module:
     """The module for a packed weight in place of `original`, a linear layer; of an expert there is none."""
     form, shape = checkpoint.form(weight), linear_shape(original)
-    bias = getattr(original, "bias", None)
     if original is not None and (shape is None or shape[:2] != (form.rows, form.cols)):
         found = type(original).__name__ if shape is None else shape[:2]
         raise TilepressError(f"{weight.name} is packed as {form.rows} x {form.cols}, the model has {found}", _VERIFY)
@@ -220,11 +214,5 @@ def _packed_module(
             f"{weight.name} is packed {'' if form.transposed else 'not '}as a Conv1D's, the model has {type(original).__name__}",
             _VERIFY,
         )
-    if weight.layout == "int8":
-        made = Int8Linear(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed)
-        for entry in weight.entries[2:]:
-            if entry.shape == ():  # other writers' way to store one number
-                name = entry.name.rpartition(".")[2]
-                made.register_buffer(name, getattr(made, name).reshape(()))
-        return made
-    return sparse_linear(checkpoint.packed_shape(weight), bias is not None, None if bias is None else bias.dtype)
+    packed, bias = checkpoint.packed_shape(weight), getattr(original, "bias", None)
+    return packed_linear(packed, None if bias is None else bias.dtype, dtype, scheme)

@@ -6,14 +6,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tilepress.formats.int8 import Int8Scheme
+from tilepress.formats import TilepressError
+from tilepress.formats.int8 import Int8Layout, Int8Scheme, Int8Weight
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
+from tilepress.runtime.linear.packed import PackedLinear, register
 
 ops = torch.ops.tilepress
+_VERIFY = "`tilepress verify DIR` lists every finding"
 _TENSORS = ("weight", "weight_scale", "input_scale", "input_zero_point", "bias")
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(PackedLinear):
     """y = x W^T + bias with an int8 weight and, unless the scheme is weight-only, an input quantized to int8.
 
     Buffers as on disk: `weight` int8 [out, in] ([1, in, out] in place of a Conv1D), `weight_scale` [out, 1] or [1], and for static
@@ -47,6 +50,26 @@ class Int8Linear(nn.Module):
             self.register_buffer("input_zero_point", empty(1, dtype=torch.int8))
         self.bias = nn.Parameter(empty(out_features), requires_grad=False) if bias else None
 
+    @classmethod
+    def of(
+        cls, packed: Int8Weight, bias: torch.dtype | None, dtype: torch.dtype, scheme: Int8Scheme | None = None
+    ) -> "Int8Linear":
+        """Tensors that are not on the meta device are taken over. Raises TilepressError without a scheme."""
+        if scheme is None:
+            raise TilepressError(f"{packed.name} is int8, but config.json has no scheme for it", _VERIFY)
+        form = Int8Layout().form(packed)
+        made = cls(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed)
+        for name, part in packed.parts.items():
+            if not part.is_meta:
+                setattr(made, name, part.to(dtype) if part.is_floating_point() else part)
+            elif part.shape == ():  # other writers' way to store one number
+                made.register_buffer(name, getattr(made, name).reshape(()))
+        return made
+
+    @property
+    def packed(self) -> Int8Weight:
+        return Int8Weight("weight", dict(self.named_buffers(recurse=False)))
+
     @property
     def mode(self) -> int:
         return fused_quant.PER_TENSOR if self.scheme.activations == "tensor-dynamic" else fused_quant.PER_TOKEN
@@ -75,8 +98,20 @@ class Int8Linear(nn.Module):
         """[out, in], whatever way round it is stored."""
         return self.weight[0].t() if self.transposed else self.weight
 
+    def merged(self, others: list["Int8Linear"]) -> "MergedInt8Linear | None":
+        linears = [self, *others]
+        weight_only = all(
+            type(x) is Int8Linear and x.scheme.activations == "none" and not x.transposed for x in linears
+        )
+        if not (weight_only or mergeable(linears)):
+            return None
+        made = MergedInt8Linear({str(i): linear for i, linear in enumerate(linears)})
+        for linear, part in zip(linears, made.weight.split(made.sizes), strict=True):
+            linear.weight = part
+        return made
+
     def lay_out(self) -> None:
-        """Gives `matrix` rows that follow one another in memory, as kernels read them; shapes stay."""
+        """Give `matrix` rows that follow one another in memory, as kernels read them; shapes stay."""
         if self.transposed and not self.weight.is_meta:
             self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -88,8 +123,11 @@ class Int8Linear(nn.Module):
             return w8a16_gemm.path(device, dtype, dtype, self.in_features)
         return w8a8_gemm.path(device, dtype, dtype, self.out_features, self.in_features)
 
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+        return self.path
+
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.scheme}"
+        return f"{super().extra_repr()}, {self.scheme}"
 
 
 def _quantized(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -178,3 +216,6 @@ def mergeable(linears: list[nn.Module]) -> bool:
         for linear in linears[1:]
         for a, b in zip(linears[0].static, linear.static, strict=True)
     )
+
+
+register("int8", Int8Linear)

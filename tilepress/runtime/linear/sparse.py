@@ -1,22 +1,22 @@
 """The modules that take the place of a linear layer when its weight is sparse."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from tilepress.formats.sparse import Packed, module_of
+from tilepress.formats.int8 import Int8Scheme
+from tilepress.formats.layout import layout_of
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm
+from tilepress.runtime.linear.packed import PackedLinear, biases, one_weight, register
 
 
-class SparseLinear(nn.Module):
-    """A linear layer whose weight is packed. Takes the place of nn.Linear and of transformers' Conv1D.
+class SparseLinear(PackedLinear):
+    """A linear layer whose weight is sparse: `weight` int32 [words], `weight_offsets` int32 [tiles + 1], and what else its layout stores."""
 
-    The buffers carry the names that the tensors have on disk, so loading and `save_pretrained` need no renaming: `weight` int32 [words],
-    `weight_offsets` int32 [tiles + 1], and those of its layout.
-    """
-
-    def __init__(self, packed: Packed, bias: bool, bias_dtype: torch.dtype | None = None):
+    def __init__(self, packed: TiledCSL | TiledBitmap, bias: bool, bias_dtype: torch.dtype | None = None):
         """`packed` may be on the meta device: its sizes are what counts until the weights are loaded."""
         super().__init__()
         self.in_features, self.out_features = packed.cols, packed.rows
@@ -31,30 +31,32 @@ class SparseLinear(nn.Module):
             else None
         )
 
-    @property
-    def packed(self) -> Packed:
-        raise NotImplementedError
+    @classmethod
+    def of(
+        cls, packed: Any, bias: torch.dtype | None, dtype: torch.dtype, scheme: Int8Scheme | None = None
+    ) -> "SparseLinear":
+        return cls(packed, bias is not None, bias)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         raise NotImplementedError
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
-        """The implementation that serves this layer where it is now, for n rows of activations of a dtype."""
-        raise NotImplementedError
-
-    def check_bounds(self) -> str | None:
-        """What would make running it unsafe, or None."""
-        return module_of(self.packed).check_bounds(self.packed)
+    def merged(self, others: list["SparseLinear"]) -> "SparseLinear | None":
+        linears = [self, *others]
+        packed = layout_of(self.packed).concat([x.packed for x in linears], lambda: one_weight(linears))
+        if packed is None:
+            return None
+        bias = biases(linears)
+        made = self.of(packed, None if bias is None else bias.dtype, self.value_dtype)
+        if bias is not None:
+            made.bias = nn.Parameter(bias, requires_grad=False)
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
         return self.multiply(x)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class TiledCSLLinear(SparseLinear):
@@ -105,6 +107,5 @@ class TiledBitmapLinear(SparseLinear):
         return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
 
 
-def sparse_linear(packed: Packed, bias: bool, bias_dtype: torch.dtype | None = None) -> SparseLinear:
-    kind = TiledCSLLinear if isinstance(packed, TiledCSL) else TiledBitmapLinear
-    return kind(packed, bias, bias_dtype)
+register("tiled-csl", TiledCSLLinear)
+register("tiled-bitmap", TiledBitmapLinear)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from tilepress.formats import UsageError
 from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.sparse import SparseLinear
+from tilepress.runtime.linear.packed import PackedLinear
 
 TILE = 128  # features of a part are multiples of this, where there are enough: rows and columns of tiles, and of what kernels like
 _PATIENCE = timedelta(minutes=30)  # a rank may compile kernels while the others wait
@@ -118,6 +118,14 @@ class RowParallelInt8(Int8Linear):
 
     group: TensorParallel
 
+    @classmethod
+    def of_part(cls, linear: Int8Linear, group: TensorParallel) -> "RowParallelInt8":
+        """Take over the tensors of this rank's part of a layer."""
+        bias = None if linear.bias is None else linear.bias.dtype
+        made = cls.of(linear.packed, bias, linear.weight_scale.dtype, linear.scheme)
+        made.bias, made.group = linear.bias, group
+        return made
+
     def codes(self, quantize: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if self.static[0] is not None:
             return quantize(self.mode, *self.static)
@@ -129,9 +137,9 @@ class RowParallelInt8(Int8Linear):
 
 
 class Trimmed(nn.Module):
-    """A sparse layer whose tiles cover a part that does not begin and end where tiles do: inputs beside it are zeros, outputs beside it left out."""
+    """A packed layer whose tiles cover a part that does not begin and end where tiles do: inputs beside it are zeros, outputs beside it left out."""
 
-    def __init__(self, linear: SparseLinear, rows: tuple[int, int], cols: tuple[int, int]):
+    def __init__(self, linear: PackedLinear, rows: tuple[int, int], cols: tuple[int, int]):
         """`rows` and `cols`: first and end of the part among the layer's features."""
         super().__init__()
         self.linears, self.rows = nn.ModuleList([linear]), rows

@@ -13,16 +13,18 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilepress.formats import TilepressError, UsageError, sparse
+from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.formats.kv_calibration import KVCalibration, Side
+from tilepress.formats.layout import Span, layout_of
 from tilepress.runtime.decode import decoder
-from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.sparse import SparseLinear, sparse_linear
+from tilepress.runtime.linear.int8 import quantizes
+from tilepress.runtime.linear.packed import PackedLinear, packed_linear
 from tilepress.runtime.parallel.group import (
     RowParallel,
     RowParallelInt8,
@@ -33,7 +35,6 @@ from tilepress.runtime.parallel.group import (
 )
 
 VERIFY = "`tilepress verify DIR` lists every finding"
-Span = tuple[int, int]  # first and end
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,8 @@ class Whole:
     shape: tuple[int, int]  # features out, in
     bias: bool
     read: Callable[..., Tensor]
-    beside: tuple[str, ...] = ()  # INT8: its tensors beside weight and bias
-    scheme: Int8Scheme | None = None  # INT8
-    packed: sparse.Packed | None = None  # sparse: its sizes, the tensors may be empty
+    packed: Any = None  # as its layout puts it together; the tensors may be empty. None: dense
+    scheme: Int8Scheme | None = None  # of INT8
 
     @classmethod
     def of(cls, name: str, linear: nn.Module) -> "Whole":
@@ -188,12 +188,9 @@ class Whole:
         def read(part: str, *index: slice) -> Tensor:
             return getattr(linear, part)[index]
 
+        packed = linear.packed if isinstance(linear, PackedLinear) else None
         shape = linear.out_features, linear.in_features
-        facts = name, shape, linear.bias is not None, read
-        if isinstance(linear, Int8Linear):
-            beside = tuple(part for part, _ in linear.named_buffers() if part != "weight")
-            return cls(*facts, beside=beside, scheme=linear.scheme)
-        return cls(*facts, packed=linear.packed if isinstance(linear, SparseLinear) else None)
+        return cls(name, shape, linear.bias is not None, read, packed, getattr(linear, "scheme", None))
 
 
 @dataclass(frozen=True)
@@ -218,81 +215,36 @@ class _Cut:
         return self.whole.bias and not (self.part.sums and self.group.rank)  # the sum has it once
 
     def made(self) -> nn.Module:
-        if self.whole.packed is not None:
-            return self._sparse()
-        return self._dense() if self.whole.scheme is None else self._int8()
-
-    def _tensor(self, name: str, *index: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """A range in memory of its own."""
-        found = self.whole.read(name, *index)
-        return found.to(self.group.device, dtype or found.dtype, copy=True).contiguous()
-
-    def _add_bias(self, made: nn.Module, rows: Span) -> None:
-        if self.bias:
-            made.bias = nn.Parameter(self._tensor("bias", slice(*rows), dtype=self.dtype), requires_grad=False)
-
-    def _dense(self) -> nn.Module:
-        rows, cols = slice(*self.rows), slice(*self.cols)
-        made = nn.Linear(cols.stop - cols.start, rows.stop - rows.start, bias=self.bias, device="meta")
-        made.weight = nn.Parameter(self._tensor("weight", rows, cols, dtype=self.dtype), requires_grad=False)
-        self._add_bias(made, self.rows)
-        return RowParallel(made, self.group) if self.part.sums else made
-
-    def _int8(self) -> nn.Module:
-        scheme, rows, cols = self.whole.scheme, slice(*self.rows), slice(*self.cols)
-        quantizes = self.part.sums and scheme.activations != "none"
-        kind = RowParallelInt8 if quantizes else Int8Linear
-        made = kind(rows.stop - rows.start, cols.stop - cols.start, scheme, self.dtype, self.bias)
-        made.weight = self._tensor("weight", rows, cols)
-        for name in self.whole.beside:
-            of_rows = name == "weight_scale" and scheme.weights == "channel"
-            found = self._tensor(name, *([rows] if of_rows else []))
-            setattr(made, name, found.to(self.dtype) if found.is_floating_point() else found)
-        self._add_bias(made, self.rows)
-        if quantizes:
-            made.group = self.group
-        return RowParallel(made, self.group) if self.part.sums and not quantizes else made
-
-    def _sparse(self) -> nn.Module:
-        packed, covered = self._tiles()
-        made = sparse_linear(packed, self.bias, self.dtype if self.bias else None)
-        if (problem := made.check_bounds()) is not None:
-            raise TilepressError(f"{self.whole.name}: {problem}", VERIFY)
-        self._add_bias(made, covered[0])
-        spans = self.rows, self.cols
-        if covered != spans:
-            tops = covered[0][0], covered[1][0]
-            made = Trimmed(made, *(tuple(x - top for x in span) for span, top in zip(spans, tops, strict=True)))
-        return RowParallel(made, self.group) if self.part.sums else made
-
-    def _tiles(self) -> tuple[sparse.Packed, tuple[Span, Span]]:
-        """The tiles that the part touches as a packed weight, and the part that they cover."""
-        whole, form = self.whole.packed, sparse.module_of(self.whole.packed)
-        offsets = self.whole.read("weight_offsets").cpu().long()
-        words = whole.words.shape[0]
-        if int(offsets[0]) != 0 or int(offsets[-1]) * 4 != words or bool((offsets[1:] < offsets[:-1]).any()):
-            raise TilepressError(f"{self.whole.name}: offsets do not rise from 0 to {words // 4}", VERIFY)
-        sides = zip((self.rows, self.cols), (form.TILE_ROWS, form.TILE_COLS), strict=True)
-        down, across = ((first // side, -(-end // side)) for (first, end), side in sides)
-        per_block = -(-whole.cols // form.TILE_COLS)
-        if across == (0, per_block):
-            ranges = [(down[0] * per_block, down[1] * per_block)]
+        covered = self.rows, self.cols
+        if self.whole.packed is None:
+            height, width = (end - first for first, end in covered)
+            made = nn.Linear(width, height, bias=self.bias, device="meta")
+            made.weight = nn.Parameter(self._read("weight", *(slice(*span) for span in covered)), requires_grad=False)
         else:
-            ranges = [(block * per_block + across[0], block * per_block + across[1]) for block in range(*down)]
-        sizes = torch.cat([offsets[first + 1 : end + 1] - offsets[first:end] for first, end in ranges])
-        own = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        made = torch.empty(4 * int(own[-1]), dtype=torch.int32, device=self.group.device)
-        at = 0
-        for first, end in ranges:
-            piece = self.whole.read("weight", slice(4 * int(offsets[first]), 4 * int(offsets[end])))
-            made[at : at + len(piece)] = piece
-            at += len(piece)
-        covered = (
-            (down[0] * form.TILE_ROWS, min(down[1] * form.TILE_ROWS, whole.rows)),
-            (across[0] * form.TILE_COLS, min(across[1] * form.TILE_COLS, whole.cols)),
-        )
-        height, width = (end - first for first, end in covered)
-        packed = replace(whole, words=made, offsets=own.int().to(made.device), rows=height, cols=width)
-        if getattr(whole, "scale", None) is not None:
-            packed = replace(packed, scale=self._tensor("weight_scale", slice(*covered[0])))
-        return packed, covered
+            made, covered = self._packed()
+        if self.bias:
+            made.bias = nn.Parameter(self._read("bias", slice(*covered[0])), requires_grad=False)
+        if self.part.sums and quantizes(made):
+            return RowParallelInt8.of_part(made, self.group)
+        if covered != (self.rows, self.cols):
+            spans = zip((self.rows, self.cols), covered, strict=True)
+            made = Trimmed(made, *(tuple(x - top for x in span) for span, (top, _) in spans))
+        return RowParallel(made, self.group) if self.part.sums else made
+
+    def _read(self, name: str, *index: slice) -> Tensor:
+        """A range in memory of its own, in the model's dtype."""
+        return self.whole.read(name, *index).to(self.group.device, self.dtype, copy=True).contiguous()
+
+    def _packed(self) -> tuple[PackedLinear, tuple[Span, Span]]:
+        """A layer of at least the part, and the part that it covers."""
+        whole = self.whole
+        try:
+            packed, covered = layout_of(whole.packed).slice(
+                whole.packed, whole.read, self.rows, self.cols, self.group.device
+            )
+        except TilepressError as error:
+            raise TilepressError(f"{whole.name}: {error.message}", error.hint) from error
+        made = packed_linear(packed, self.dtype if self.bias else None, self.dtype, whole.scheme)
+        if (problem := made.check_bounds()) is not None:
+            raise TilepressError(f"{whole.name}: {problem}", VERIFY)
+        return made, covered

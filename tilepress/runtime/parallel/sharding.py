@@ -71,7 +71,7 @@ def _fill(model, checkpoint: Checkpoint, own: Partition, scheme: int8.Int8Scheme
         path = module_path(weight.name, modules, prefix)
         if path == "lm_head" and tied:
             continue
-        if weight.layout != "dense" or (path in own.linears and weight.name.endswith(".weight")):
+        if weight.is_packed or (path in own.linears and weight.name.endswith(".weight")):
             original = model.get_submodule(path) if path is not None else None
             if not isinstance(original, nn.Linear):
                 raise TilepressError(f"{weight.name} is packed, but the model has no linear layer of that name", VERIFY)
@@ -102,21 +102,14 @@ def _check_shape(weight: Weight, found: tuple[int, ...], expected: tuple[int, ..
 def _whole(checkpoint: Checkpoint, weight: Weight, scheme: int8.Int8Scheme | None, original: nn.Linear) -> Whole:
     """A stored layer that takes the place of `original`. Raises TilepressError where it does not fit there."""
     form, shape = None, tuple(original.weight.shape)
-    if weight.layout != "dense":
+    if weight.is_packed:
         form = checkpoint.form(weight)
     _check_shape(weight, weight.entries[0].shape if form is None else (form.rows, form.cols), shape)
     if form is not None and form.transposed:
         raise TilepressError(f"{weight.name} is packed as a Conv1D's, the model has Linear", VERIFY)
     facts = weight.name, shape, original.bias is not None
     read = partial(_read, checkpoint, weight.name.removesuffix("weight"))
-    if weight.layout == "dense":
-        return Whole(*facts, read)
-    if weight.layout != "int8":
-        return Whole(*facts, read, packed=checkpoint.packed_shape(weight))
-    if scheme is None:
-        raise TilepressError(f"{weight.name} is int8, but config.json has no scheme for it", VERIFY)
-    beside = tuple(entry.name.rpartition(".")[2] for entry in weight.entries[1:])
-    return Whole(*facts, read, beside, scheme)
+    return Whole(*facts, read, checkpoint.packed_shape(weight) if weight.is_packed else None, scheme)
 
 
 def _read(checkpoint: Checkpoint, prefix: str, part: str, *index: slice) -> Tensor:

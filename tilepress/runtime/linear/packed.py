@@ -1,0 +1,115 @@
+"""The modules that take the place of a linear layer when its weight is packed: what each can do, and which runs which layout.
+
+A layout's module is registered under its name, in the file that defines it. Those of this package are listed below; a
+package of its own registers one beside its layout (formats/layout.py).
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilepress.formats import TilepressError
+from tilepress.formats.int8 import Int8Scheme
+from tilepress.formats.layout import layout_of
+
+_BUILT_IN = ("sparse", "int8")  # modules of this package
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is stored in a layout, in place of nn.Linear and of transformers' Conv1D.
+
+    Its buffers carry the names that the tensors have on disk, so loading and `save_pretrained` need no renaming.
+    """
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    @classmethod
+    def of(
+        cls, packed: Any, bias: torch.dtype | None, dtype: torch.dtype, scheme: Int8Scheme | None = None
+    ) -> "PackedLinear":
+        """Return the layer of a packed weight, which may be empty, with room for a bias of a dtype, for a model of `dtype`.
+
+        `scheme` is that of INT8 weights, from config.json.
+        """
+        raise NotImplementedError
+
+    @property
+    def packed(self) -> Any:
+        """The weight as its layout knows it; it shares the layer's memory."""
+        raise NotImplementedError
+
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+        """Return the implementation that serves this layer where it is now, for n rows of activations of a dtype."""
+        raise NotImplementedError
+
+    def check_bounds(self) -> str | None:
+        """Return what would make running it unsafe, or None."""
+        return layout_of(self.packed).problem(self.packed)
+
+    def lay_out(self) -> None:
+        """Put the loaded weight into the order in memory that kernels read; shapes stay."""
+
+    def merged(self, others: list["PackedLinear"]) -> nn.Module | None:
+        """Return this layer and others of its class and input as one that shares their memory, or None if they cannot be one."""
+        return None
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+_registered: dict[str, type[PackedLinear]] = {}
+
+
+def register(layout: str, kind: type[PackedLinear]) -> None:
+    """Have weights of a layout run by a class of modules."""
+    _registered[layout] = kind
+
+
+@functools.cache
+def _load_all() -> None:
+    for name in _BUILT_IN:
+        importlib.import_module(f"tilepress.runtime.linear.{name}")
+
+
+def packed_linear(
+    packed: Any, bias: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16, scheme: Int8Scheme | None = None
+) -> PackedLinear:
+    """Return the layer of a packed weight; arguments as those of `PackedLinear.of`. Raises TilepressError for a layout that nothing runs."""
+    _load_all()
+    if packed.layout_name not in _registered:
+        raise TilepressError(
+            f"nothing runs weights stored as {packed.layout_name}",
+            "`tilepress convert --to dense`, or register a module",
+        )
+    return _registered[packed.layout_name].of(packed, bias, dtype, scheme)
+
+
+def biases(linears: list[nn.Module]) -> Tensor | None:
+    """Return the biases of layers one behind the other, zeros for those without, or None if none has one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    dtype, device = next((x.bias.dtype, x.bias.device) for x in linears if x.bias is not None)
+    return torch.cat(
+        [torch.zeros(x.out_features, dtype=dtype, device=device) if x.bias is None else x.bias for x in linears]
+    ).detach()
+
+
+def one_weight(linears: list[nn.Module]) -> Tensor:
+    """Their weights one below the other; they become views of it. Nothing is copied where they lie so already."""
+    parts = [linear.weight.detach() for linear in linears]
+    first, ends = parts[0], [part.data_ptr() + part.nbytes for part in parts]
+    follow = all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False))
+    if follow and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    whole = torch.cat(parts)
+    for linear, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
+        if isinstance(linear.weight, nn.Parameter):
+            linear.weight.data = part
+        else:
+            linear.weight = part
+    return whole
