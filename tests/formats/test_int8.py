@@ -11,6 +11,7 @@ import torch
 
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of, vllm_findings
+from tilepress.models.families import ONE_PRODUCT
 
 
 def test_golden_codes():
@@ -209,7 +210,7 @@ def artifact(scheme=DYNAMIC, drop=(), **changes):
             values[name] = value
     tensors = {name: entry for name, entry in tensors.items() if not any(part in name for part in drop)}
     linears = {name: name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
-    return scheme.quantization_config(["lm_head"]), tensors, linears, values.__getitem__
+    return scheme.quantization_config(["lm_head"]), tensors, linears, values.__getitem__, ONE_PRODUCT
 
 
 @pytest.mark.parametrize("weights", ["channel", "tensor"])

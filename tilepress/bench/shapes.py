@@ -26,6 +26,7 @@ from tilepress.formats import UsageError, int8
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.formats.layout import layouts
+from tilepress.models.families import ADDED
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.int8_layers import fuse
 from tilepress.runtime.linear.int8 import Int8Linear
@@ -38,7 +39,6 @@ DENSE = "dense"
 RECIPES = "tiled-csl-80+kv4,tiled-bitmap-50+kv4,w8a8+kv4"
 _DEVIATION = 0.02
 _ROWS = 8192  # of a weight quantized together
-_RESIDUAL = ("o_proj", "down_proj", "out_proj", "fc2")  # whose outputs add up over the layers
 _FORM = re.compile(
     r"(?P<layout>dense|w8a8|w8a16|(?P<sparse>tiled-csl|tiled-bitmap)-(?P<zeros>\d+))(\+kv(?P<bits>[48]))?"
 )
@@ -128,7 +128,7 @@ def random_model(
     own = None if group is None else Partition.of(model, group, config.model_type)
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
-        residual = path.rpartition(".")[2] in _RESIDUAL
+        residual = path.rpartition(".")[2] in ADDED
         deviation = _DEVIATION * (2 * config.num_hidden_layers) ** -0.5 if residual else _DEVIATION
         for name, parameter in list(module.named_parameters(recurse=False)):
             with stages.of("draw"):

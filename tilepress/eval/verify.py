@@ -19,6 +19,7 @@ from tilepress.formats.checkpoint import (
     read_header,
     read_manifest,
 )
+from tilepress.models.families import ONE_PRODUCT
 
 Progress = Callable[[str, int, int], None]
 
@@ -187,7 +188,7 @@ def _vllm(checkpoint: Checkpoint) -> Check:
         linears, unknown = linear_layers(checkpoint), ()
     except UsageError as error:
         linears, unknown = {}, (f"float layers were not compared with `ignore`: {error.message}",)
-    findings, notes = int8.vllm_findings(config, tensors, linears, checkpoint.read)
+    findings, notes = int8.vllm_findings(config, tensors, linears, checkpoint.read, ONE_PRODUCT)
     notes = (*notes, *unknown)
     return Check("vLLM's rules", len(tensors), tuple(findings), tuple(notes))
 

@@ -29,7 +29,6 @@ _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
     *("dynamic", "actorder", "observer", "observer_kwargs"),
 }
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one GEMM in vLLM
 
 
 @dataclass(frozen=True)
@@ -220,12 +219,13 @@ def vllm_findings(
     tensors: dict[str, tuple[str, tuple[int, ...]]],
     linears: dict[str, str],
     value: Callable[[str], Tensor],
+    one_product: tuple[tuple[str, ...], ...],
 ) -> tuple[list[str], list[str]]:
     """What vLLM would refuse or take wrongly in a W8A8 artifact, and what it has no kernel for: (findings, notes).
 
     `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `linears` the layer's path of each stored
-    weight of a linear layer or router, `value(name)` reads a small tensor. Rules as of vLLM 0.33 (CompressedTensorsConfig and
-    CompressedTensorsW8A8Int8).
+    weight of a linear layer or router, `value(name)` reads a small tensor, `one_product` are the last names of layers that vLLM runs as one
+    GEMM. Rules as of vLLM 0.33 (CompressedTensorsConfig and CompressedTensorsW8A8Int8).
     """
     try:
         scheme = scheme_of(config)
@@ -273,7 +273,7 @@ def vllm_findings(
     ]
     findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
-        for names in FUSED:
+        for names in one_product:
             there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
             some = [name for name in there if name in quantized]
             if some and len(some) < len(there):

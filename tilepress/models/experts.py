@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tilepress.models.families import EXPERTS
+
 EXPERT_WEIGHT = re.compile(r"^(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)\.weight$")
-NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down as families call them
 
 
 class SeparateExperts(nn.Module):
@@ -26,7 +27,7 @@ class SeparateExperts(nn.Module):
         """
         super().__init__()
         complete = len(experts) == getattr(original, "num_experts", None) and any(
-            all(set(names) == set(linears) for linears in experts.values()) for names in NAMES
+            all(set(names) == set(linears) for linears in experts.values()) for names in EXPERTS
         )
         usual = (
             hasattr(original, "act_fn")
@@ -38,7 +39,7 @@ class SeparateExperts(nn.Module):
             raise ValueError(type(original).__name__)
         self.act_fn = original.act_fn
         self.num_experts = len(experts)
-        self.gate, self.up, self.down = next(names for names in NAMES if set(names) == set(experts["0"]))
+        self.gate, self.up, self.down = next(names for names in EXPERTS if set(names) == set(experts["0"]))
         for number, linears in experts.items():
             self.add_module(number, nn.ModuleDict(linears))
 

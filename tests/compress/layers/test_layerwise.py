@@ -14,6 +14,7 @@ from tilepress.compress.quantize.smoothing import Group, exact_factors, find_gro
 from tilepress.compress.run.targets import find_targets
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape
+from tilepress.models.families import norm_offset
 
 FAMILIES = [
     "llama",
@@ -22,6 +23,8 @@ FAMILIES = [
     "mistral",
     "qwen3",
     "gemma",
+    "gemma3",
+    "phi3",
     "gpt2",
     "opt",
     "falcon",
@@ -102,6 +105,13 @@ SMOOTHED = {  # last names of the linears -> of the producer
     "qwen3-moe": {"q_proj k_proj v_proj": "input_layernorm", "o_proj": "v_proj", "gate_proj up_proj": None, "down_proj": "up_proj"},
     "gemma": {"q_proj k_proj v_proj": None, "o_proj": "v_proj", "gate_proj up_proj": None, "down_proj": "up_proj"},
 }  # fmt: skip
+SMOOTHED["gemma3"] = SMOOTHED["llama"] | {"gate_proj up_proj": "pre_feedforward_layernorm"}
+SMOOTHED["phi3"] = {
+    "qkv_proj": "input_layernorm",
+    "o_proj": None,
+    "gate_up_proj": "post_attention_layernorm",
+    "down_proj": None,
+}
 SMOOTHED |= dict.fromkeys(("llama-tied", "qwen2", "qwen3", "mistral"), SMOOTHED["llama"])
 
 
@@ -132,8 +142,8 @@ def test_folding_leaves_the_float_model_unchanged(checkpoint_of, family, dtype):
                     continue
                 channels = linear_shape(modules[group.linears[0]])[1] // group.repeat[0]
                 factors = torch.exp(4 * torch.rand(channels, generator=generator) - 2)
-                if modules[group.producer].weight.dim() == 1:
-                    factors = exact_factors(factors, modules[group.producer].weight, dtype)
+                if (norm := modules[group.producer]).weight.dim() == 1:
+                    factors = exact_factors(factors, norm.weight, dtype, norm_offset(norm))
                 smoothing.apply(group, modules, factors)
                 folds += 1
         after = model(IDS[None]).logits
@@ -166,14 +176,16 @@ def test_norms_of_single_heads_are_no_producers_of_the_whole_input(tmp_path):
     assert "neither from a norm" in reasons["out_proj"]
 
 
-def test_exact_factors_undo_the_rounding_of_the_norm():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_exact_factors_undo_the_rounding_of_the_norm(offset):
+    """Of a norm that multiplies by its weight, and of one that multiplies by 1 + w, whose stored weight is (1 + w) / factor - 1."""
     weight = torch.rand(200, generator=torch.Generator().manual_seed(0)).bfloat16()
-    weight[3] = 0
+    weight[3] = -offset  # multiplies by 0
     wanted = torch.rand(200, generator=torch.Generator().manual_seed(1)) * 10 + 0.01
-    factors = exact_factors(wanted, weight, torch.bfloat16)
-    stored = (weight.float() / factors).bfloat16()
-    torch.testing.assert_close(stored.float() * factors, weight.float(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(factors, wanted, rtol=2**-8, atol=0)
+    factors = exact_factors(wanted, weight, torch.bfloat16, offset)
+    stored = ((weight.float() + offset) / factors - offset).bfloat16()
+    torch.testing.assert_close((stored.float() + offset) * factors, weight.float() + offset, rtol=1e-6, atol=0)
+    torch.testing.assert_close(factors, wanted, rtol=2**-8 if not offset else 2**-4, atol=0)
 
 
 def test_factors_follow_the_formula():

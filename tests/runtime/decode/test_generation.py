@@ -15,7 +15,7 @@ from tilepress.runtime.decode import decoder
 from tilepress.runtime.decode.generation import Engine, Request, generate
 from tilepress.runtime.decode.sampling import Sampling
 
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt"]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt", "phi3", "phi3-partial", "gemma3"]
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 80)), [1, 2]]
 
 
@@ -82,7 +82,7 @@ def test_sparse_artifacts(family, format, checkpoint_of, tmp_path):
 
 
 @pytest.mark.parametrize("activations", ["token", "tensor-dynamic", "none"])
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", "phi3", "gemma3"])
 def test_int8_artifacts(family, activations, checkpoint_of, tmp_path):
     quantize(checkpoint_of(family), tmp_path / "out", activations=activations)
     model = tilepress.load(tmp_path / "out", dtype=torch.float32)
@@ -95,7 +95,7 @@ def test_int8_artifacts(family, activations, checkpoint_of, tmp_path):
 
 
 @pytest.mark.parametrize("form", [KVFormat(32), KVFormat(32, 8), KVFormat(32, 16)], ids=lambda form: form.name)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3", "gemma3"])
 def test_packed_pages(family, form, checkpoint_of):
     """The model's own forward pass over a PagedCache: the same pages, the same tokens."""
     model = with_cache(checkpoint_of(family), form)
@@ -105,6 +105,21 @@ def test_packed_pages(family, form, checkpoint_of):
     assert [one.tokens for one in done] == expected
     assert len(engine.backend.cache.pool.free) == engine.backend.cache.pool.total
     assert any(form.name in path for path in engine.paths())
+
+
+def test_what_a_family_cannot_have_is_said_with_its_reason(checkpoint_of):
+    """Windows that slide within the sequence, soft-capped logits, RoPE that changes with the length."""
+    model = tilepress.load(checkpoint_of("gemma3"), dtype=torch.float32)
+    assert decoder.why_not(model, 128) is None
+    assert decoder.why_not(model, 129) == "windows of 128 tokens slide within 129"
+    with pytest.raises(ValueError, match="windows of 128 tokens"):
+        decoder.Decoder(model, 129)
+    model.config.final_logit_softcapping = 30.0
+    assert decoder.why_not(model, 128) == "Gemma3ForCausalLM with soft-capped logits"
+    model = tilepress.load(checkpoint_of("phi3"))
+    model.model.rotary_emb.rope_type = "longrope"
+    assert decoder.why_not(model, 64) == "longrope RoPE"
+    assert "scaled embeddings" in decoder.why_not(tilepress.load(checkpoint_of("gemma")), 64)
 
 
 def test_others_run_by_their_own_forward_pass(checkpoint_of):

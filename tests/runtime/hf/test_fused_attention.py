@@ -19,6 +19,7 @@ from tilepress.compress.kv.recipe import KVRecipe
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration, Side
 from tilepress.formats.kv_int4 import KVFormat
+from tilepress.models import families
 from tilepress.runtime.hf import fused_attention, paged_cache as kv_cache
 from tilepress.runtime.hf.paged_cache import PagedCache
 from tilepress.runtime.loader import paths
@@ -42,6 +43,9 @@ FAMILIES = {
     "Qwen2": {"num_key_value_heads": 4},
     "Qwen3": {"head_dim": 32},
     "Granite": {"attention_multiplier": 0.3},
+    "Phi3": {},
+    "Phi3Partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "Gemma3Text": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
 }
 FORMS = {
     "int4 dynamic": KVFormat(32),
@@ -71,7 +75,7 @@ def stock(family: str, dtype: torch.dtype = torch.float32, **changes):
     """A random model without a cache of ours, with biases and norms that matter."""
     torch.manual_seed(0)
     settings = SHAPE | FAMILIES.get(family, {}) | changes
-    config = getattr(transformers, f"{family.removesuffix('Biased')}Config")(**settings)
+    config = getattr(transformers, f"{re.sub('Biased|Partial', '', family)}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +94,7 @@ def pair(monkeypatch, model, form: KVFormat = FORMS["int4 dynamic"]):
     separate = copy.deepcopy(model)
     fused = with_pages(model, form)
     with monkeypatch.context() as patch:
-        patch.setattr(fused_attention, "_COMMON", set())
+        patch.setattr(fused_attention, "family_of", lambda module, kind: None)
         with_pages(separate, form)
     layers = model.config.num_hidden_layers
     assert (len(fused_attention.modules(fused)), len(fused_attention.modules(separate))) == (layers, 0)
@@ -267,7 +271,7 @@ def as_two_eps(model):
         ("Llama", as_patched),
         ("Qwen3", as_own_norm),
         ("Qwen3", as_two_eps),
-        ("Phi3", lambda model: None),
+        ("Cohere", lambda model: None),
         ("Gemma2", lambda model: None),
         ("StableLm", lambda model: None),
     ],
@@ -303,7 +307,14 @@ def source(thing) -> str:
     return "".join(line for line in text.splitlines(True) if "sliding_window=" not in line).strip()
 
 
-@pytest.mark.parametrize("name", sorted(fused_attention._COMMON))
+LIKE_LLAMA = [
+    family.class_names()["attention"]
+    for family in families.FAMILIES
+    if family.fused_attention and len(family.names.qkv) == 3 and family.norm == families.RMS
+]
+
+
+@pytest.mark.parametrize("name", LIKE_LLAMA)
 def test_the_classes_compute_what_the_op_does(name):
     """As transformers has them now: forward, RoPE and its angles are Llama's or Qwen3's to the letter."""
     path, kind = name.rsplit(".", 1)
@@ -352,7 +363,7 @@ def test_int8_with_merged_projections(monkeypatch, checkpoint_of, tmp_path, fami
     quantize(checkpoint_of(family), tmp_path / "int8")
     run_recipe(KVRecipe(few_words(4, 64)), tmp_path / "int8", tmp_path / "both")
     fused = tilepress.load(tmp_path / "both")
-    monkeypatch.setattr(fused_attention, "_COMMON", set())
+    monkeypatch.setattr(fused_attention, "family_of", lambda module, kind: None)
     separate = tilepress.load(tmp_path / "both")
     assert hasattr(fused.model.layers[0].self_attn, "qkv_proj") and len(fused_attention.modules(fused)) == 2
     (found, ours), (expected, theirs) = passes(fused), passes(separate)

@@ -75,7 +75,7 @@ def test_plain_transformers_gives_the_same_logits(checkpoint_of, tmp_path, monke
     (theirs, layers), model = found, tilepress.load(tmp_path / "out")
     ours = logits(model)
     assert len(layers) == 14
-    monkeypatch.setattr(int8_layers, "_FAMILIES", {})
+    monkeypatch.setattr(int8_layers, "family_of", lambda module, kind: None)
     separate = tilepress.load(tmp_path / "out")
     for name, (x, y) in layers.items():
         torch.testing.assert_close(separate.get_submodule(name)(x), y, rtol=1e-5, atol=1e-5 * float(y.abs().max()))
@@ -105,13 +105,16 @@ def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
-@pytest.mark.parametrize("family,merges", [("llama", 4), ("llama-tied", 4), ("qwen2", 4), ("opt", 2), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    "family,merges",
+    [("llama", 4), ("llama-tied", 4), ("qwen2", 4), ("opt", 2), ("gpt2", 0), ("phi3", 0), ("gemma3", 4)],
+)
 def test_fused_layers_equal_separate_ones(checkpoint_of, tmp_path, monkeypatch, family, merges, scheme):
     quantize(checkpoint_of(family), tmp_path / "out", **SCHEMES[scheme])
     merged = tilepress.load(tmp_path / "out")
     assert sum(isinstance(m, MergedInt8Linear) for m in merged.modules()) == merges
     assert sum(type(m).__name__.startswith("Int8") and "Linear" not in type(m).__name__ for m in merged.modules()) == 2
-    monkeypatch.setattr(int8_layers, "_FAMILIES", {})
+    monkeypatch.setattr(int8_layers, "family_of", lambda module, kind: None)
     separate = tilepress.load(tmp_path / "out")
     assert not any(isinstance(m, MergedInt8Linear) for m in separate.modules())
     torch.testing.assert_close(logits(merged), logits(separate), rtol=2e-2, atol=2e-3)
@@ -347,6 +350,8 @@ def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
     "family,fused",
     [
         ("llama", {"rms_norm_int8": 2, "add_rms_norm_int8": 2, "silu_mul_int8": 2}),
+        ("phi3", {"rms_norm_int8": 2, "add_rms_norm_int8": 2, "silu_mul_int8": 2}),
+        ("gemma3", {"quantize_int8": 8}),  # norms of 1 + w and a gate of GeLU: their modules, then an op that quantizes
         ("opt", {"layer_norm_int8": 2, "add_layer_norm_int8": 2, "activation_int8": 2}),
         ("gpt2", {"layer_norm_int8": 2, "add_layer_norm_int8": 2, "activation_int8": 2}),
     ],

@@ -20,7 +20,7 @@ from tilepress.runtime.parallel.group import parts
 
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 50))]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}  # tiles of 128 for each of two ranks
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt"]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt", "phi3", "gemma3"]
 
 
 def same(ours: list[Answer], one: Answer, tolerance: float = 1e-4, steps: int | None = None) -> None:
@@ -75,10 +75,13 @@ def test_sparse_artifacts(two, family, format, checkpoint_of, tmp_path):
     assert spmm and not any("torch linear" in path for path in ours[0].paths if ours[0].paths[path] > 1)
 
 
-@pytest.mark.parametrize("format", ["tiled-csl", "tiled-bitmap"])
-def test_parts_of_tiles(two, format, checkpoint_of, tmp_path):
-    """Heads of 32 and a width of 200: parts begin and end within tiles."""
-    prune(checkpoint_of("llama"), tmp_path / "out", 0.6, format)
+@pytest.mark.parametrize(
+    "family,format",
+    [("llama", "tiled-csl"), ("llama", "tiled-bitmap"), ("phi3", "tiled-bitmap"), ("gemma3", "tiled-csl")],
+)
+def test_parts_of_tiles(two, family, format, checkpoint_of, tmp_path):
+    """Heads of 32 and a width of 200: parts begin and end within tiles, those of one stored matrix too."""
+    prune(checkpoint_of(family), tmp_path / "out", 0.6, format)
     same(two(ask, str(tmp_path / "out"), PROMPTS, 8), ask(str(tmp_path / "out"), None, PROMPTS, 8))
 
 
@@ -89,8 +92,11 @@ def test_int8_values_in_tiles(two, checkpoint_of, tmp_path):
     same(two(ask, str(tmp_path / "out"), PROMPTS, 8), ask(str(tmp_path / "out"), None, PROMPTS, 8))
 
 
-@pytest.mark.parametrize("activations", ["token", "tensor", "tensor-asym", "tensor-dynamic", "none"])
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize(
+    "family,activations",
+    [(f, a) for f in ("llama", "opt") for a in ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")]
+    + [(f, a) for f in ("phi3", "gemma3") for a in ("token", "tensor")],
+)
 def test_int8_artifacts(two, family, activations, checkpoint_of, tmp_path):
     """Scales of row-parallel layers are of whole tokens: the codes are those of one process."""
     settings = {"activations": activations, "weights": "tensor" if activations == "tensor" else "channel"}

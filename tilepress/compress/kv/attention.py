@@ -13,14 +13,13 @@ from torch import Tensor
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.models.families import turns_neighbours
 
 QUERIES = 64  # positions of a sampled window whose queries are kept
 _ATTENTION = "tilepress_observed"
 _ORDINARY = (
     "leave this model's cache as it is: `compress kv` is for full causal softmax attention with one head dimension"
 )
-# Models whose RoPE turns neighbours (GPT-J's way) and not channels half a rotary dimension apart (Llama's).
-_INTERLEAVED = ("codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "helium")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
         if get(name):
             raise UsageError(f"{checkpoint.name} ({kind}) has {what} attention", _ORDINARY)
     head_dim, kv_heads = get("head_dim", width // heads), get("num_key_value_heads", heads)
-    return AttentionShape(layers, heads, kv_heads, head_dim, kind in _INTERLEAVED)
+    return AttentionShape(layers, heads, kv_heads, head_dim, turns_neighbours(kind))
 
 
 def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:

@@ -18,6 +18,7 @@ from tilepress.compress.recover.settings import hidden_size
 from tilepress.compress.run.targets import Target
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.models.families import ONE_PRODUCT
 
 if TYPE_CHECKING:
     from tilepress.compress.prune.recipe import PruneRecipe
@@ -28,7 +29,7 @@ _RECTANGLES = {"wanda": 6.5, "sparsegpt": 7.5, "admm": 14}
 _MARGIN = 1.1  # for what freed memory leaves in pieces
 _SURVEYED = 28  # bytes an element when a surveyed weight is sorted
 _KERNEL_BYTES, _MOST_KERNELS = 800_000, 1024  # of oneDNN's: one, and how many it keeps
-_LEADERS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}  # read the same input
+_LEADERS = {name: names[0] for names in ONE_PRODUCT for name in names[1:]}  # read the same input
 
 
 @dataclass

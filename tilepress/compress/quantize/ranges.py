@@ -28,6 +28,7 @@ from tilepress.compress.quantize.smoothing import (
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
+from tilepress.models.families import norm_offset
 from tilepress.text import Text
 
 FEW_TOKENS = 128  # a linear layer that saw fewer is listed
@@ -56,6 +57,11 @@ class Calibration(Found):
     def divisors(self, name: str) -> Tensor | None:
         """Divisors [out] of a norm's or bias's elements, or of a weight's rows; or None."""
         return self.get(f"divisors:{name}")
+
+    def offset(self, name: str) -> float:
+        """What a norm adds to its weight before it multiplies."""
+        found = self.get(f"offset:{name}")
+        return 0.0 if found is None else float(found)
 
     def beside(self, name: str) -> dict[str, Tensor]:
         """Scale and zero point of a weight's input, by the names under which they are stored."""
@@ -199,7 +205,9 @@ class _Input:
 
     def _exact(self, factors: Tensor, modules: dict) -> Tensor:
         producer = modules[self.group.producer]
-        return exact_factors(factors, producer.weight, self.dtype) if producer.weight.dim() == 1 else factors
+        if producer.weight.dim() != 1:
+            return factors
+        return exact_factors(factors, producer.weight, self.dtype, norm_offset(producer))
 
     def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
         """Squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
@@ -305,4 +313,6 @@ class _Input:
                 stored = model.stored.get(f"{self.group.producer}.{part}")
                 if stored:
                     found[f"divisors:{stored}"] = self.factors.cpu().clone()
+            if offset := norm_offset(model.model.get_submodule(self.group.producer)):
+                found[f"offset:{model.stored[f'{self.group.producer}.weight']}"] = torch.tensor(offset)
         return found

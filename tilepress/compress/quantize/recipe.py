@@ -21,9 +21,10 @@ from tilepress.compress.run.plan import Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
-from tilepress.formats.int8 import ACTIVATIONS, FUSED, STATIC, WEIGHTS, Int8Layout, Int8Scheme
+from tilepress.formats.int8 import ACTIVATIONS, STATIC, WEIGHTS, Int8Layout, Int8Scheme
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.models.families import ONE_PRODUCT, folded_norm
 from tilepress.text import Text, check_window
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
@@ -130,7 +131,7 @@ class QuantizeRecipe(Recipe):
                 )
         for name in sorted(chosen):
             stem, _, last = name.removesuffix(".weight").rpartition(".")
-            for fused in (names for names in FUSED if last in names):
+            for fused in (names for names in ONE_PRODUCT if last in names):
                 for other in (f"{stem}.{n}.weight" for n in fused):
                     if other in others:
                         raise UsageError(
@@ -174,11 +175,13 @@ class QuantizeRecipe(Recipe):
         return made
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
-        divisors = state["calibration"] and state["calibration"].divisors(name)
+        found: Calibration | None = state["calibration"]
+        divisors = found and found.divisors(name)
         if divisors is None:
             return Compressed(tensor, {})
         dtype = self.dtype or tensor.dtype
-        return Compressed((tensor.to(dtype).float() / divisors).to(dtype), {"smoothed": True})
+        folded = folded_norm(tensor.to(dtype).float(), divisors, found.offset(name))
+        return Compressed(folded.to(dtype), {"smoothed": True})
 
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         """Writing: a weight as stored, its codes, and in float32 if it is folded. Calibrating: see the terms."""

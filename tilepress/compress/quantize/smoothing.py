@@ -5,8 +5,8 @@ the input: a norm before it (its weight and bias), or a linear layer whose outpu
 (`up_proj` to `down_proj` past the gate; `v_proj` to `o_proj` past the attention, with one factor for the heads that share a value head).
 
 Whether a fold leaves the function alone is not believed but tried, on the layer at hand: random powers of two, which are exact in every
-floating dtype, must leave the layer's output as it was. So an architecture needs no table of its norms, only to pass the trial; pairs of
-linear layers are proposed by their names (_PAIRS).
+floating dtype, must leave the layer's output as it was. So an architecture needs no table of its norms, only to pass the trial. Pairs of
+linear layers, and norms of 1 + w, are proposed by the entries of families (models/families.py).
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,10 @@ from torch import Tensor, nn
 from tilepress.compress.layers.layerwise import linears_run
 from tilepress.formats import int8
 from tilepress.formats.checkpoint import linear_shape
-from tilepress.models.experts import NAMES, SeparateExperts
+from tilepress.models.experts import SeparateExperts
+from tilepress.models.families import EXPERTS, FOLDS, folded_norm, norm_offset
 
 ALPHAS = tuple(i / 10 for i in range(11))  # that `auto` tries, beside leaving the group as it is
-_PAIRS = (  # linear layers whose output may reach another's input with nothing but factors between: the trial decides
-    ("down_proj", "up_proj"),
-    ("w2", "w3"),
-    ("fc2", "fc1"),
-    ("o_proj", "v_proj"),
-    ("out_proj", "v_proj"),
-)
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ def _candidate(modules: dict, linears: tuple[str, ...], norm: str | None, target
     if norm is not None:
         return Group(linears, norm)
     stem, _, name = linears[0].rpartition(".")
-    producer = next((f"{stem}.{p}" for n, p in _PAIRS if n == name and f"{stem}.{p}" in modules), None)
+    producer = next((f"{stem}.{p}" for n, p in FOLDS if n == name and f"{stem}.{p}" in modules), None)
     if producer is None:
         return Group(linears, None, "its input comes neither from a norm nor from a linear layer that a factor passes")
     if producer not in targets:
@@ -114,7 +108,7 @@ def _unreached_experts(modules: dict, targets: set[str], seen: set[str]) -> list
     found = []
     for path, module in modules.items():
         if isinstance(module, SeparateExperts):
-            gate, up, down = next(names for names in NAMES if names[0] == module.gate)
+            gate, up, down = next(names for names in EXPERTS if names[0] == module.gate)
             for number in range(module.num_experts):
                 for names in ((gate, up), (down,)):
                     linears = tuple(f"{path}.{number}.{name}" for name in names)
@@ -137,9 +131,13 @@ def _tried(group: Group, layer: nn.Module, modules: dict[str, nn.Module], run) -
     handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float()))
     before, again = run().float(), run().float()
     handle.remove()
+    norm = modules[group.producer].weight if _is_norm(modules[group.producer]) else None
+    kept = None if norm is None else norm.clone()  # 1 + w has no exact way back
     apply(group, modules, factors)
     after = run().float()
     apply(group, modules, 1 / factors)
+    if norm is not None:
+        norm.data.copy_(kept)
     added = (before - inputs[0]).abs().amax(-1, keepdim=True)
     allowed = 1e-5 * added + 4 * (before - again).abs().amax(-1, keepdim=True)
     if bool(((after - before).abs() <= allowed).all()):
@@ -153,7 +151,7 @@ def apply(group: Group, modules: dict[str, nn.Module], factors: Tensor) -> None:
     producer = modules[group.producer]
     factors = factors.to(producer.weight.device)
     if _is_norm(producer):
-        producer.weight.copy_(producer.weight.float() / factors)
+        producer.weight.copy_(folded_norm(producer.weight.float(), factors, norm_offset(producer)))
     else:
         rows = factors if linear_shape(producer)[2] else factors[:, None]
         producer.weight.copy_(producer.weight.float() / rows)
@@ -165,13 +163,13 @@ def apply(group: Group, modules: dict[str, nn.Module], factors: Tensor) -> None:
         linear.weight.copy_(linear.weight.float() * (columns[:, None] if linear_shape(linear)[2] else columns))
 
 
-def exact_factors(factors: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def exact_factors(factors: Tensor, weight: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
     """The factors that a norm's weight, rounded to `dtype` after the division, really carries: columns scaled by them undo the rounding.
 
-    `weight` is the norm's, before the fold. A channel whose weight is 0 keeps its factor.
+    `weight` is the norm's, before the fold; the norm multiplies by it plus `offset`. A channel that it multiplies by 0 keeps its factor.
     """
-    rounded = (weight.float() / factors).to(dtype).float()
-    return torch.where((rounded != 0) & (weight != 0), weight.float() / rounded, factors)
+    before, after = weight.float() + offset, folded_norm(weight.float(), factors, offset).to(dtype).float() + offset
+    return torch.where((after != 0) & (before != 0), before / after, factors)
 
 
 def smooth_factors(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:

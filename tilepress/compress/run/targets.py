@@ -17,9 +17,8 @@ from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, li
 from tilepress.formats.layout import Form
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.models.families import ROUTER
 from tilepress.models.meta import build_meta_model
-
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def find_targets(
             left.append(LeftAlone(name, "embedding or output head", module=head_path))
         elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
             left.append(LeftAlone(name, "a buffer that the model computes itself: not copied", dropped=True))
-        elif _ROUTER.search(plain) and len(weight.entries[0].shape) == 2:
+        elif ROUTER.search(plain) and len(weight.entries[0].shape) == 2:
             left.append(LeftAlone(name, "expert router", module=linear or plain))
         elif isinstance(target, str):
             left.append(LeftAlone(name, target, module=linear))
@@ -157,7 +156,7 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:
     modules, found = dict(model.named_modules()), {}
     for name in (name for name in checkpoint.weights if name.endswith(".weight")):
         path, stem = module_path(name, set(modules), model.base_model_prefix), name.removesuffix(".weight")
-        if isinstance(modules.get(path), torch.nn.Linear) or _ROUTER.search(path or stem) or EXPERT_WEIGHT.match(name):
+        if isinstance(modules.get(path), torch.nn.Linear) or ROUTER.search(path or stem) or EXPERT_WEIGHT.match(name):
             found[name] = path or stem
     return found
 

@@ -2,9 +2,9 @@
 
     hidden states -> q_proj, k_proj, v_proj -> rope_append -> one position: decode_attention | several: kv_read, SDPA -> o_proj
 
-`install` gives another forward to modules of classes that are known to compute that (`_COMMON`), nothing else. It serves the passes that keep a paged
-cache; any other pass runs the class's own forward. Projections are called as modules: whatever was put in their place serves too, such as the slices of
-a merged INT8 projection (int8_layers.py), and biases stay with them.
+`install` gives another forward to modules of classes whose family's entry (models/families.py) says that they compute that, nothing else. It serves
+the passes that keep a paged cache; any other pass runs the class's own forward. Projections are called as modules: whatever was put in their place
+serves too, such as the slices of a merged INT8 projection (int8_layers.py), and biases stay with them.
 
 The rows in the pages are to the bit those of the class's own forward, with norms of queries and keys up to the rounding of their sums. At one position
 the query comes with the keys' scale and rotation, rounded to its dtype once more.
@@ -16,33 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.kernels.kv_cache import KINDS
+from tilepress.models.families import RMS, family_of, heads_of
 from tilepress.runtime.hf.subclasses import change_forward
-
-# Of transformers, whose forward is Llama's or Qwen3's line by line; a test compares the sources. By name: importing them all takes seconds, and code
-# that comes with a checkpoint has classes of these names too.
-_COMMON = {
-    f"transformers.models.{folder}.modeling_{folder}.{name}Attention"
-    for folder, name in (
-        ("arcee", "Arcee"),
-        ("gemma", "Gemma"),
-        ("granite", "Granite"),
-        ("granitemoe", "GraniteMoe"),
-        ("llama", "Llama"),
-        ("ministral", "Ministral"),
-        ("mistral", "Mistral"),
-        ("mixtral", "Mixtral"),
-        ("qwen2", "Qwen2"),
-        ("qwen2_moe", "Qwen2Moe"),
-        ("qwen3", "Qwen3"),
-        ("qwen3_moe", "Qwen3Moe"),
-    )
-}
 
 
 def install(model: nn.Module) -> None:
     """Called once, by the paged cache's own install."""
     for module in list(model.modules()):
         if _fits(module):
+            module.family = family_of(module, "attention")
             change_forward(module, forward, "Fused")
             if "_old_forward" in vars(module):  # accelerate's hooks call what was the forward when they came
                 module._old_forward = MethodType(forward, module)
@@ -54,22 +36,17 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _fits(attention: nn.Module) -> bool:
-    kind = type(attention)
-    if f"{kind.__module__}.{kind.__qualname__}" not in _COMMON:
+    kind, family = type(attention), family_of(attention, "attention")
+    if family is None or not family.fused_attention:
         return False
     replaced = "forward" in vars(attention)
     if "_old_forward" in vars(attention):  # where accelerate's hooks keep what they found
         replaced = getattr(attention._old_forward, "__func__", None) is not kind.forward
-    norms = _norms(attention)
+    norms = [getattr(attention, name) for name in family.names.head_norms]
     replaced |= any("forward" in vars(norm) and "_old_forward" not in vars(norm) for norm in norms)
     # Their weights are read here, without the hooks of their modules: offloaded ones are elsewhere.
     plain = all(type(norm).__module__ == kind.__module__ and not norm.weight.is_meta for norm in norms)
-    return not replaced and plain and len({norm.variance_epsilon for norm in norms}) <= 1
-
-
-def _norms(attention: nn.Module) -> list[nn.Module]:
-    """Of queries and of keys, over a head; none where the family has none."""
-    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return not replaced and plain and (family.norm != RMS or len({norm.variance_epsilon for norm in norms}) <= 1)
 
 
 def forward(
@@ -85,15 +62,20 @@ def forward(
     cache = self.kv_state.current
     if cache is None or cache is not past_key_values or not _serves(hidden_states, cache):
         return self.stock_forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-    shape = (*hidden_states.shape[:2], -1, self.head_dim)
-    query, key, value = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
-    norms = _norms(self)
+    names, norms = self.family.names, [getattr(self, name) for name in self.family.names.head_norms]
+    projected = [getattr(self, name)(hidden_states) for name in names.qkv]
+    if len(projected) == 1:
+        heads = heads_of(self.config)
+        projected = projected[0].split([n * self.head_dim for n in (heads.count, heads.kv_count, heads.kv_count)], -1)
+    query, key, value = (x.view(*hidden_states.shape[:2], -1, self.head_dim) for x in projected)
+    if self.family.norm != RMS and norms:  # the op rounds before the product: theirs run by their own modules
+        (query, key), norms = [norm(x) for norm, x in zip(norms, (query, key), strict=True)], []
     weights, eps = [norm.weight for norm in norms] or (None, None), norms[0].variance_epsilon if norms else 0.0
     cos, sin = (x[..., : x.shape[-1] // 2] for x in position_embeddings)
     alone = query.shape[1] == 1  # the other path dequantizes keys: it wants the query as it is
     query = cache.rope_append(self.layer_idx, query, key, value, weights, eps, cos, sin, fold=alone)
     out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded=alone)
-    return self.o_proj(out.flatten(2)), None
+    return getattr(self, names.out)(out.flatten(2)), None
 
 
 def _serves(hidden_states: Tensor, cache) -> bool:

@@ -1,20 +1,17 @@
 """Decoder layers whose norms and activations quantize for the INT8 GEMMs that follow.
 
-In each, q, k and v are one GEMM, and so are a gate and what it gates; both norms and the activation quantize what they make, the second norm with the residual
-added on the way. The attention's output is quantized by an op of its own, and the last sum is torch's.
+In each, q, k and v are one GEMM, and so are a gate and what it gates; both norms and the activation quantize what they make, the second norm with the
+residual added on the way. The attention's output is quantized by an op of its own, and the last sum is torch's. What layers are made of, the entry of
+their family says (models/families.py); where our ops do not compute a norm or an activation, its module runs and its output is quantized after it.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
+from tilepress.models.families import Family, Names, family_of, part
 from tilepress.runtime.hf.subclasses import change_forward
+from tilepress.runtime.linear.between import Activation, Norm
 from tilepress.runtime.linear.int8 import Int8Linear, MergedInt8Linear, mergeable, quantizes
-
-ops = torch.ops.tilepress
 
 
 class _Slice(nn.Module):
@@ -35,135 +32,17 @@ class _Multiplied(Int8Linear):
         return output
 
 
-def _merge_attention(attention: nn.Module) -> None:
-    attention.qkv_proj = MergedInt8Linear({name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")})
-    first = 0
-    for name, size in zip(attention.qkv_proj.names, attention.qkv_proj.sizes, strict=True):
-        setattr(attention, name, _Slice(first, first + size))
-        first += size
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Decoder layers of one kind: those that `fits`, after `prepare`, run `forward` in place of their own."""
-
-    fits: Callable[[nn.Module], bool]
-    prepare: Callable[[nn.Module], None]
-    forward: Callable[..., Tensor]
-
-
-def _llama_fits(layer: nn.Module) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
-    return (
-        isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
-        and all(map(mergeable, groups))
-        and all(mergeable([linear]) for linear in (attention.o_proj, mlp.down_proj))
-    )
-
-
-def _prepare_llama(layer: nn.Module) -> None:
-    _merge_attention(layer.self_attn)
-    mlp = layer.mlp
-    mlp.gate_up_proj = MergedInt8Linear({name: getattr(mlp, name) for name in ("gate_proj", "up_proj")})
-    del mlp.gate_proj, mlp.up_proj
-
-
-def _llama(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-    qkv, gate_up, down = self.self_attn.qkv_proj, self.mlp.gate_up_proj, self.mlp.down_proj
-    norm, dtype = self.input_layernorm, hidden_states.dtype
-    codes = ops.rms_norm_int8(hidden_states, norm.weight, norm.variance_epsilon, qkv.mode, *qkv.static)
-    # Attention reads its input only through q, k and v, which are slices of this product.
-    out, _ = self.self_attn(qkv.multiply(*codes, dtype), *args, **kwargs)
-    norm = self.post_attention_layernorm
-    *codes, hidden_states = ops.add_rms_norm_int8(
-        out, hidden_states, norm.weight, norm.variance_epsilon, gate_up.mode, *gate_up.static
-    )
-    codes = ops.silu_mul_int8(gate_up.multiply(*codes, dtype), down.mode, *down.static)
-    return hidden_states + down.multiply(*codes, dtype)
-
-
-def _activation(module: Callable) -> str | None:
-    """What ops.activation_int8 calls a model's activation, if it knows it."""
-    names = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_new"}
-    return next((ours for theirs, ours in names.items() if type(module) is type(ACT2FN[theirs])), None)
-
-
-def _is_plain(norm: nn.Module) -> bool:
-    return type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
-
-
-def _opt_fits(layer: nn.Module) -> bool:
-    attention = layer.self_attn
-    return (
-        layer.do_layer_norm_before
-        and all(map(_is_plain, (layer.self_attn_layer_norm, layer.final_layer_norm)))
-        and _activation(layer.activation_fn) is not None
-        and mergeable([attention.q_proj, attention.k_proj, attention.v_proj])
-        and all(map(quantizes, (attention.out_proj, layer.fc1, layer.fc2)))
-    )
-
-
-def _prepare_opt(layer: nn.Module) -> None:
-    _merge_attention(layer.self_attn)
-
-
-def _opt(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-    qkv, inner, outer = self.self_attn.qkv_proj, self.fc1, self.fc2
-    norm, dtype = self.self_attn_layer_norm, hidden_states.dtype
-    codes = ops.layer_norm_int8(hidden_states, norm.weight, norm.bias, norm.eps, qkv.mode, *qkv.static)
-    if args:
-        kwargs["attention_mask"] = args[0]
-    out, _ = self.self_attn(qkv.multiply(*codes, dtype), **kwargs)
-    return _finish(self.final_layer_norm, inner, _activation(self.activation_fn), outer, out, hidden_states)
-
-
-def _finish(norm, inner, activation: str, outer, out: Tensor, residual: Tensor) -> Tensor:
-    """From the attention's output to the layer's."""
-    dtype = residual.dtype
-    *codes, residual = ops.add_layer_norm_int8(
-        out, residual, norm.weight, norm.bias, norm.eps, inner.mode, *inner.static
-    )
-    codes = ops.activation_int8(inner.multiply(*codes, dtype), activation, outer.mode, *outer.static)
-    return residual + outer.multiply(*codes, dtype)
-
-
-def _gpt2_fits(layer: nn.Module) -> bool:
-    return (
-        all(map(_is_plain, (layer.ln_1, layer.ln_2)))
-        and not hasattr(layer, "crossattention")
-        and _activation(layer.mlp.act) is not None
-        and all(map(quantizes, (layer.attn.c_attn, layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj)))
-    )
-
-
-def _prepare_gpt2(layer: nn.Module) -> None:
-    layer.attn.c_attn.__class__ = _Multiplied
-
-
-def _gpt2(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-    qkv, norm = self.attn.c_attn, self.ln_1
-    codes = ops.layer_norm_int8(hidden_states, norm.weight, norm.bias, norm.eps, qkv.mode, *qkv.static)
-    out, _ = self.attn(qkv.multiply(*codes, hidden_states.dtype), *args, **kwargs)
-    return _finish(self.ln_2, self.mlp.c_fc, _activation(self.mlp.act), self.mlp.c_proj, out, hidden_states)
-
-
-_LLAMA = _Family(_llama_fits, _prepare_llama, _llama)
-_FAMILIES = {  # by the names of their classes
-    **dict.fromkeys(("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), _LLAMA),
-    "OPTDecoderLayer": _Family(_opt_fits, _prepare_opt, _opt),
-    "GPT2Block": _Family(_gpt2_fits, _prepare_gpt2, _gpt2),
-}
-
-
 def fuse(model: nn.Module) -> int:
     """Merges projections and fuses norms and activations with quantization where a decoder layer fits; returns how many do. Dropout is left out."""
     count = 0
     for layer in list(model.modules()):
-        family = _FAMILIES.get(type(layer).__name__)
-        if family is not None and _stays(layer) and family.fits(layer):
-            family.prepare(layer)
-            change_forward(layer, family.forward, "Int8")
+        family = family_of(layer, "layer")
+        if family is None or not family.int8_layers or family.why_not(model.config.get_text_config()) is not None:
+            continue
+        if _stays(layer) and _fits(layer, family):
+            _prepare(layer, family.names)
+            layer.family = family
+            change_forward(layer, forward, "Int8")
             count += 1
     return count
 
@@ -173,3 +52,52 @@ def _stays(layer: nn.Module) -> bool:
     places = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
     moved = torch.device("meta") in places or any(hasattr(m, "_hf_hook") for m in layer.modules())
     return len(places) == 1 and not moved
+
+
+def _fits(layer: nn.Module, family: Family) -> bool:
+    """Whether all linear layers multiply codes, those of one input as one, and norms and activation are what the entry says."""
+    names, attention = family.names, part(layer, family.names.attention)
+    groups = [[getattr(attention, name) for name in names.qkv], [part(layer, path) for path in names.inner]]
+    alone = [getattr(attention, names.out), part(layer, names.outer)]
+    alone += [linear for group in groups if len(group) == 1 for linear in group]
+    activation = Activation.of(layer, family)
+    return (
+        all(mergeable(group) for group in groups if len(group) > 1)
+        and all(map(quantizes, alone))
+        and all(Norm(part(layer, path), family.norm).fits() for path in (names.input_norm, names.mlp_norm))
+        and (activation.gated or activation.op_name is not None)
+    )
+
+
+def _prepare(layer: nn.Module, names: Names) -> None:
+    """Merges what has one input; attention, which reads its input only through q, k and v, gets their product in place of it."""
+    attention = part(layer, names.attention)
+    if len(names.qkv) == 1:
+        part(layer, names.merged_qkv).__class__ = _Multiplied
+    else:
+        attention.qkv_proj = MergedInt8Linear({name: getattr(attention, name) for name in names.qkv})
+        first = 0
+        for name, size in zip(attention.qkv_proj.names, attention.qkv_proj.sizes, strict=True):
+            setattr(attention, name, _Slice(first, first + size))
+            first += size
+    if len(names.inner) > 1:
+        inner = {path.rpartition(".")[2]: part(layer, path) for path in names.inner}
+        layer.set_submodule(names.merged_inner, MergedInt8Linear(inner))
+        for path in names.inner:
+            owner, _, name = path.rpartition(".")
+            delattr(layer.get_submodule(owner), name)
+
+
+def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """hidden_states [batch, positions, hidden] -> the same shape, as the layer's own forward gives it."""
+    family, dtype = self.family, hidden_states.dtype
+    names = family.names
+    qkv, inner, outer = (part(self, path) for path in (names.merged_qkv, names.merged_inner, names.outer))
+    *codes, _ = Norm(part(self, names.input_norm), family.norm).codes(hidden_states, None, qkv)
+    kwargs |= dict(zip(family.positional[: len(args)], args, strict=True))
+    out, _ = part(self, names.attention)(qkv.multiply(*codes, dtype), **kwargs)
+    if names.after_attention is not None:
+        out = part(self, names.after_attention)(out)
+    *codes, residual = Norm(part(self, names.mlp_norm), family.norm).codes(out, hidden_states, inner)
+    out = Activation.of(self, family).into(outer, inner.multiply(*codes, dtype))
+    return residual + (out if names.after_mlp is None else part(self, names.after_mlp)(out))

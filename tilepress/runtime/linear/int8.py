@@ -83,7 +83,7 @@ class Int8Linear(PackedLinear):
         """x [..., in_features] -> [..., out_features]."""
         if self.scheme.activations == "none":
             return ops.w8a16_gemm(x, self.matrix, self.weight_scale, self.bias)
-        return self.multiply(*self.codes(partial(_quantized, x)), x.dtype)
+        return self.multiply(*self.codes(partial(quantized, x)), x.dtype)
 
     def codes(self, quantize: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Codes and scale for `multiply`, by what makes them of a mode, an input scale and a zero point."""
@@ -130,7 +130,8 @@ class Int8Linear(PackedLinear):
         return f"{super().extra_repr()}, {self.scheme}"
 
 
-def _quantized(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x [..., n] as int8 codes of its shape and their scale, for `Int8Linear.multiply`; a scale that is given is returned."""
     if scale is None:
         return ops.quantize_int8(x, mode)
     return ops.quantize_int8_static(x, scale, zero_point), scale

@@ -22,8 +22,9 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.formats.kv_calibration import KVCalibration, Side
 from tilepress.formats.layout import Span, layout_of
-from tilepress.runtime.decode import decoder
+from tilepress.models.families import FAMILIES, family_of, heads_of, part
 from tilepress.runtime.linear.int8 import quantizes
+from tilepress.runtime.linear.merged import merge
 from tilepress.runtime.linear.packed import PackedLinear, packed_linear
 from tilepress.runtime.parallel.group import (
     RowParallel,
@@ -39,10 +40,13 @@ VERIFY = "`tilepress verify DIR` lists every finding"
 
 @dataclass(frozen=True)
 class Part:
-    """Of a layer's outputs and inputs those that a rank has; None: all. `sums`: its outputs are summed over the ranks."""
+    """Of a layer's outputs and inputs those that a rank has; None: all. `sums`: its outputs are summed over the ranks.
+
+    `others` are more outputs behind `rows`, where one matrix holds several projections."""
 
     rows: Span | None = None
     cols: Span | None = None
+    others: tuple[Span, ...] = ()
 
     @property
     def sums(self) -> bool:
@@ -61,9 +65,7 @@ class _Heads:
 
     @classmethod
     def of(cls, config, group: TensorParallel) -> "_Heads":
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, kv_heads, dim = heads_of(config)
         if heads % group.size or (kv_heads % group.size and group.size % kv_heads):
             fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
             raise UsageError(
@@ -83,6 +85,12 @@ class _Heads:
     def keys(self) -> Span:
         return self.own_kv[0] * self.dim, self.own_kv[1] * self.dim
 
+    @property
+    def projected(self) -> list[tuple[int, Span]]:
+        """Of q, of k and of v: all columns, and a rank's among them."""
+        keys = self.kv_count * self.dim, self.keys
+        return [(self.count * self.dim, self.queries), keys, keys]
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -96,31 +104,30 @@ class Partition:
     def of(cls, model: nn.Module, group: TensorParallel, name: str) -> "Partition":
         """Of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass does not know, and for heads
         that cannot be shared."""
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        if kind not in decoder.LLAMA and kind != decoder.OPT:
+        family = family_of(model, "model")
+        if family is None or not family.decodes:
+            served = ", ".join(dict.fromkeys(family.prefix for family in FAMILIES if family.decodes))
+            limits = f" ({family.limits})" if family is not None else ""
             raise UsageError(
-                f"{name} is a {type(model).__name__}: tensor parallelism is for Llama, Mistral, Qwen2, Qwen3, OPT",
-                "load it on one card",
+                f"{name} is a {type(model).__name__}{limits}: tensor parallelism is for {served}", "load it on one card"
             )
-        heads = _Heads.of(model.config, group)
-        names, found = {module: name for name, module in model.named_modules()}, {}
-        for layer in _layers(model):
-            attention, is_opt = layer.self_attn, hasattr(layer, "fc1")
-            found[names[attention.q_proj]] = Part(rows=heads.queries)
-            for linear in (attention.k_proj, attention.v_proj):
-                found[names[linear]] = Part(rows=heads.keys)
-            found[names[attention.out_proj if is_opt else attention.o_proj]] = Part(cols=heads.queries)
-            into = [layer.fc1] if is_opt else [layer.mlp.gate_proj, layer.mlp.up_proj]
-            out = layer.fc2 if is_opt else layer.mlp.down_proj
-            inner = group.part(out.in_features)
-            found |= {names[linear]: Part(rows=inner) for linear in into}
-            found[names[out]] = Part(cols=inner)
+        heads, names, found = _Heads.of(model.config, group), family.names, {}
+        for path, layer in _layers(model).items():
+            attention = f"{path}.{names.attention}"
+            found |= _side_by_side([f"{attention}.{name}" for name in names.qkv], heads.projected)
+            found[f"{attention}.{names.out}"] = Part(cols=heads.queries)
+            width = part(layer, names.outer).in_features
+            inner = (width, group.part(width))
+            found |= _side_by_side([f"{path}.{name}" for name in names.inner], [inner] * (1 + family.gated))
+            found[f"{path}.{names.outer}"] = Part(cols=inner[1])
         found["lm_head"] = Part(rows=group.part(model.lm_head.out_features))
         return cls(group, found, heads)
 
     def cut(self, path: str, whole: "Whole", dtype: torch.dtype) -> nn.Module:
         """The layer at a path, of a model of some dtype, as far as it is this rank's."""
-        return _Cut(whole, self.linears.get(path, Part()), dtype, self.group).made()
+        own = self.linears.get(path, Part())
+        spans = [replace(own, rows=rows, others=()) for rows in (own.rows, *own.others)]
+        return merge([_Cut(whole, span, dtype, self.group).made() for span in spans])
 
     def of_cache(self, calibration: KVCalibration) -> KVCalibration:
         """The calibration of the rank's KV heads. Raises TilepressError for one of another number of heads."""
@@ -157,17 +164,28 @@ class Partition:
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config = config
-        for layer in _layers(model):
-            attention = layer.self_attn
-            if hasattr(attention, "num_heads"):
-                attention.num_heads = own
-            if hasattr(attention, "num_key_value_groups"):
-                attention.num_key_value_groups = own // own_kv
+        counts = {"num_heads": own, "num_key_value_heads": own_kv, "num_key_value_groups": own // own_kv}
+        for layer in _layers(model).values():
+            attention = part(layer, family_of(model, "model").names.attention)
+            for name in counts.keys() & vars(attention).keys():
+                setattr(attention, name, counts[name])
         model.tensor_parallel = self.group
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
-    return getattr(model.model, "decoder", model.model).layers
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's decoder layers by their paths."""
+    names = family_of(model, "model").names
+    path = f"{names.body}.{names.layers}"
+    return {f"{path}.{name}": layer for name, layer in part(model, path).named_children()}
+
+
+def _side_by_side(paths: list[str], sizes: list[tuple[int, Span]]) -> dict[str, Part]:
+    """A rank's parts of projections of one input: each of a layer of its own, or all of one matrix that holds their rows one after the other."""
+    if len(paths) == len(sizes):
+        return {path: Part(rows=own) for path, (_, own) in zip(paths, sizes, strict=True)}
+    starts = itertools.accumulate((size for size, _ in sizes), initial=0)
+    first, *others = ((start + own[0], start + own[1]) for start, (_, own) in zip(starts, sizes, strict=False))
+    return {paths[0]: Part(rows=first, others=tuple(others))}
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ def _fill(model, checkpoint: Checkpoint, own: Partition, scheme: int8.Int8Scheme
     expected, unknown = dict(model.named_parameters()), []
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     device = own.group.device
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):  # computed, not stored
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+            model._init_weights(module)
     for weight in sorted(checkpoint.weights.values(), key=lambda weight: (weight.file, weight.name)):
         path = module_path(weight.name, modules, prefix)
         if path == "lm_head" and tied:
@@ -85,8 +90,6 @@ def _fill(model, checkpoint: Checkpoint, own: Partition, scheme: int8.Int8Scheme
                 _check_shape(weight, weight.entries[0].shape, tuple(expected[name].shape))
                 made = nn.Parameter(checkpoint.read(weight.name).to(device, dtype, copy=True), requires_grad=False)
                 setattr(model.get_submodule(owner), name.rpartition(".")[2], made)
-    if (rotary := getattr(model.model, "rotary_emb", None)) is not None:  # computed, not stored
-        model.model.rotary_emb = type(rotary)(config=model.config).to(device)
     own.finish(model)
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     for what, names in (("missing", empty), ("unexpected", unknown)):
