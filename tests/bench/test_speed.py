@@ -8,7 +8,8 @@ from support.artifacts import prune
 from support.ranks import command
 
 import tilepress
-from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes, times_without_overlap
+from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
+from tilepress.bench.steps import times_without_overlap
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime.loader import load
@@ -138,9 +139,9 @@ def test_a_card_times_no_reference():
 def test_memory_that_tensors_share_counts_once(checkpoint_of):
     model = tilepress.load(checkpoint_of("llama-tied"))
     before = stored_bytes(model)
-    from tilepress.runtime.decode.generation import Engine
+    from tilepress.runtime.decode.batch import Batch
 
-    Engine(model, 1, 16)  # merges projections
+    Batch(model, 1, 16)  # merges projections
     assert stored_bytes(model) == pytest.approx(before, rel=1e-3)
 
 

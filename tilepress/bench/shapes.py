@@ -6,7 +6,7 @@ Nothing is read or written, and beside what is already made there is one weight:
 is drawn from a seed of its own, so that every artifact of a shape compresses the same numbers. Speed follows from shapes, sparsity and layout; a random
 model says nothing of perplexity.
 
-Ranks that share a model (runtime/parallel.py) each draw and compress every weight whole, and keep their part of it: the model is that of one card, and
+Ranks that share a model (runtime/parallel/) each draw and compress every weight whole, and keep their part of it: the model is that of one card, and
 nothing is sent while it is made.
 """
 

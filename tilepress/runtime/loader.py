@@ -4,16 +4,11 @@ Shards are memory-mapped. On a CPU a model's tensors are those pages as long as 
 converted and checked there: no host memory is filled but for the tensors that are under way.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
-from tilepress.runtime.hf import paged_cache as kv_cache
+from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.sparse import SparseLinear
@@ -75,7 +70,7 @@ def load(
         delattr(config, kv_calibration.CONFIG_KEY)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
     try:
-        with _straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
+        with hooks.straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
             model, info = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
     except OSError as error:
         raise TilepressError(
@@ -97,30 +92,6 @@ def load(
     if calibration is not None:
         kv_cache.install(model, calibration)
     return model
-
-
-_placing = threading.Lock()
-
-
-@contextmanager
-def _straight_to(device: torch.device) -> Iterator[dict]:
-    """Arguments with which from_pretrained puts tensors on a device one by one; none for a CPU. transformers wants accelerate for that, though one device
-    needs nothing of it, and would first reserve the model's size in one piece, which nothing gives back where layers are merged later."""
-    if device.type == "cpu":
-        yield {}
-        return
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    instead = {"check_and_set_device_map": lambda device_map: device_map, "caching_allocator_warmup": lambda *_: None}
-    with _placing:
-        before = {name: getattr(modeling_utils, name) for name in instead}
-        try:
-            for name, function in instead.items():
-                setattr(modeling_utils, name, function)
-            yield {"device_map": {"": device}}
-        finally:
-            for name, function in before.items():
-                setattr(modeling_utils, name, function)
 
 
 def is_int8(checkpoint: Checkpoint) -> bool:

@@ -171,7 +171,7 @@ class Decoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.lm_head = model.lm_head
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference mode: the model can be trained after its weights were merged
             if hasattr(model.model, "decoder"):
                 self._from_opt(model.model.decoder)
             else:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.kernels.kv_cache import KINDS
+from tilepress.runtime.attention import Rope
 from tilepress.runtime.hf.subclasses import change_forward
 
 # Of transformers, whose forward is Llama's or Qwen3's line by line; a test compares the sources. By name: importing them all takes seconds, and code
@@ -88,11 +89,10 @@ def forward(
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     query, key, value = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
     norms = _norms(self)
-    weights, eps = [norm.weight for norm in norms] or (None, None), norms[0].variance_epsilon if norms else 0.0
     cos, sin = (x[..., : x.shape[-1] // 2] for x in position_embeddings)
-    alone = query.shape[1] == 1  # the other path dequantizes keys: it wants the query as it is
-    query = cache.rope_append(self.layer_idx, query, key, value, weights, eps, cos, sin, fold=alone)
-    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded=alone)
+    rope = Rope(cos, sin, tuple(norm.weight for norm in norms), norms[0].variance_epsilon) if norms else Rope(cos, sin)
+    query = cache.rope_append(self.layer_idx, query, key, value, rope)
+    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded=query.shape[1] == 1)
     return self.o_proj(out.flatten(2)), None
 
 
