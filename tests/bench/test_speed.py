@@ -9,7 +9,6 @@ from support.ranks import command
 
 import tilepress
 from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
-from tilepress.bench.steps import times_without_overlap
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime.loader import load
@@ -63,12 +62,6 @@ def test_rows_of_both_models(found, pair):
     assert dense["weights_gib"] * GIB == pytest.approx(sum(entry.nbytes for entry in tensors), rel=0.01)
     assert packed["weights_gib"] < dense["weights_gib"]
     assert packed["bytes_per_step"] < dense["bytes_per_step"]
-
-
-def test_kernels_that_wait_for_others_have_what_is_beyond_them():
-    spans = [("gemm", 0, 10), ("norm", 7, 12), ("gemm", 11, 20), ("copy", 13, 15), ("norm", 25, 26)]
-    assert times_without_overlap(spans) == {"gemm": 10 + 5, "norm": 2 + 1, "copy": 2}
-    assert times_without_overlap([]) == {}
 
 
 def test_the_command(cli, pair, tmp_path):

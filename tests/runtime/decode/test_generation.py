@@ -1,7 +1,9 @@
 """`generate(custom_generate=tilepress.decode)`: the tokens of plain `generate`, with transformers' own processors, criteria and streamers."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -293,6 +295,20 @@ def test_a_batch_is_kept_for_the_next_call(checkpoint_of):
     assert decoded(model, PROMPTS, 9, chunk=9) == alone(model, PROMPTS, 9) and kept() is not batch
 
 
+def test_a_kept_batch_does_not_keep_its_model(checkpoint_of):
+    model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
+    generated(model, PROMPTS[:2], 2)
+    gc.collect()
+    gc.disable()
+    try:
+        decoded(model, PROMPTS[:2], 3)
+        held = weakref.ref(model.lm_head.weight)
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_tokens_can_be_trained_on(llama):
     given = padded(PROMPTS[:2])
     ids = llama.generate(**given, custom_generate=tilepress.decode, max_new_tokens=4, do_sample=False)
@@ -384,7 +400,7 @@ def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, mo
         held = getattr(model, generation._KEPT).batch
         assert sorted(held._graphs) == ([1, 2, 3, 5] if graphs is None else [])
         assert bits is None or len(held.cache.pool.free) == held.cache.pool.total
-    assert found[0] == found[1] and len(found[0][2][0]) == 6
+    assert found[0] == found[1] and len(found[0][2][0]) == found[0][0][0].index(stop) + 1
 
 
 @pytest.mark.gpu

@@ -6,6 +6,8 @@ On a card a step is a CUDA graph, captured once for each number of sequences. It
 on the card, and it leaves the most probable tokens where the next step begins. The host need not look at a token before it launches the next step.
 """
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
@@ -41,8 +43,10 @@ class Batch:
                 f"{sequences} sequences of {max_len} tokens in pieces of {chunk}, for a model of {positions} positions",
                 f"use at least one sequence, 2 to {positions} tokens and pieces of at least one",
             )
-        self.model, self.max_len, self.chunk = model, max_len, chunk
+        self.max_len, self.chunk = max_len, chunk
         self.decoder = Decoder(model, max_len)
+        # A model may keep its batch (generation.py). The batch does not keep the model, whose memory then is free when the user lets go of it.
+        self.model = self.decoder.model = weakref.proxy(model)
         self.device = self.decoder.device
         with torch.inference_mode():
             self.cache = cache_for(self.decoder, cache, sequences, max_len, num_pages)

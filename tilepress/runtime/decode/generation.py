@@ -24,7 +24,6 @@ _ROOM = 256  # a batch has room for a multiple of so many tokens, so that it can
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
-@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -62,7 +61,7 @@ def decode(
     if (why := why_not(model, most)) is not None:
         if cache not in ("auto", "calibrated"):
             raise UsageError(f"the cache {cache!r} is not for this model: {why}", "use cache='auto'")
-        warnings.warn(f"{type(model).__name__} decodes by transformers' own forward pass: {why}", stacklevel=2)
+        warnings.warn(f"{type(model).__name__} decodes by transformers' own forward pass: {why}", stacklevel=4)
         given = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
         return model._sample(input_ids, *given, **model_kwargs)
     options = {"cache": cache, "chunk": chunk or generation_config.prefill_chunk_size or CHUNK, "graphs": graphs}
@@ -141,14 +140,10 @@ class _OnItsWay:
 def _refused(
     model, input_ids: Tensor, config: GenerationConfig, synced_gpus: bool, assistant, given: dict
 ) -> str | None:
-    """What of a call only transformers' own generate does, or None."""
-    mode, mask, cache = (
-        config.get_generation_mode(assistant).value,
-        given.get("attention_mask"),
-        given.get("past_key_values"),
-    )
+    """Return what of a call only transformers' own generate does, or None."""
+    mask, cache, mode = given.get("attention_mask"), given.get("past_key_values"), config.get_generation_mode(assistant)
     reasons = {
-        mode.replace("_", " "): mode not in ("greedy_search", "sample"),
+        mode.value.replace("_", " "): mode.value not in ("greedy_search", "sample"),
         "several processes with one model each (synced_gpus)": bool(synced_gpus),
         "output_attentions and output_hidden_states": config.return_dict_in_generate
         and bool(config.output_attentions or config.output_hidden_states),
@@ -172,7 +167,7 @@ def _moved(positions: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> 
 
 
 def _prompts(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The tokens of each sequence without padding, on the host. Raises UsageError for tokens that the model does not have."""
+    """Return the tokens int64 [count] of each sequence without padding, on the host. Raises UsageError for tokens that the model does not have."""
     vocabulary = model.config.get_text_config().vocab_size
     rows = input_ids.cpu()
     real = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask.cpu().bool()

@@ -59,12 +59,12 @@ def hand_over(decode: Callable) -> None:
     @wraps(stock)
     def extract(self, *args, **named):
         given = signature.bind(self, *args, **named).arguments
+        if given.get("custom_generate") is not decode:
+            return stock(self, *args, **named)
         passed = {name: given.get(name) for name in ("streamer", "assistant_model")}
-        passed["tokenizer"] = given["kwargs"].get("tokenizer")
+        passed["tokenizer"] = given["kwargs"].get("tokenizer")  # which the stock function takes out
         found = stock(self, *args, **named)
-        if given["custom_generate"] is decode:
-            found |= {name: value for name, value in passed.items() if value is not None}
-        return found
+        return found | {name: value for name, value in passed.items() if value is not None}
 
     GenerationMixin._extract_generation_mode_kwargs = extract
 
