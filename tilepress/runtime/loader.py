@@ -29,11 +29,11 @@ def load(
     """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
     The linears of an artifact's packed weights are `SparseLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
-    (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
+    (hf/int8_layers.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
     ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
     `device_map` needs accelerate). Of ranks that share the model each gives their `group` and gets its part, on the group's device
-    (runtime/sharding.py); there are no further arguments then.
+    (parallel/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
