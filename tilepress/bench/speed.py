@@ -79,7 +79,9 @@ def speed(
     progress: Callable[[str], None] = lambda at: None,
     group: TensorParallel | None = None,
 ) -> dict:
-    """The object that `eval speed --json` prints: `rows`, one a model and batch, the base's first. Raises UsageError where a card would run a reference."""
+    """Return the object that `eval speed --json` prints: `rows`, one a model and batch, the base's first.
+
+    Raises UsageError where a card would run a reference."""
     found = compare([model], base, [protocol], progress, group)
     filled = asdict(protocol) | {"filled": FILLED, "sampling": "greedy"}
     return {"env": found["env"], "read_gbps": found["read_gbps"], "protocol": filled, "rows": found["rows"]}
@@ -92,8 +94,9 @@ def compare(
     progress: Callable[[str], None],
     group: TensorParallel | None = None,
 ) -> dict:
-    """`env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol. Subjects load
-    what is theirs of models that a `group` shares."""
+    """Return `env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol.
+
+    Subjects load what is theirs of models that a `group` shares."""
     rows, facts, bandwidth = [], None, None
     for subject in [base, *models] if base is not None else models:
         progress(f"loading {subject.name}")
@@ -149,7 +152,7 @@ def _environment(device: torch.device) -> dict:
 
 
 def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
-    """What `make` makes if it fits on every rank: one that goes on alone would wait for the others. `make` must not wait for them."""
+    """Return what `make` makes if it fits on every rank: one that goes on alone would wait for the others. `make` must not wait for them."""
     try:
         made = make()
     except torch.OutOfMemoryError:
@@ -164,7 +167,7 @@ def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
 
 
 def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | None, progress) -> dict:
-    """The fastest of the caches that may serve the model."""
+    """Return the row of the fastest of the caches that may serve the model."""
     device = next(model.parameters()).device
     found, tried = [], {}
     for cache in _caches(model, device):
@@ -193,7 +196,7 @@ def _caches(model: nn.Module, device: torch.device) -> tuple[str, ...]:
 
 
 def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:
-    """The most sequences whose keys and values the card holds beside the model."""
+    """Return the most sequences whose keys and values the card holds beside the model."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise UsageError("--batch fit asks for what a card holds", "give numbers")
@@ -269,7 +272,7 @@ def _group(model: nn.Module) -> TensorParallel | None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that torch has or can have for new tensors."""
+    """Return the bytes that torch has or can have for new tensors."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -284,7 +287,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
 
 
 def _speedup(row: dict, base: dict) -> dict[str, float]:
-    """Of tokens per GPU-second; the spread is that of the fastest and slowest quotient of runs."""
+    """Return the quotient of tokens per GPU-second; its spread is that of the fastest and slowest quotient of runs."""
     rates = [[r["batch"] / r["gpus"] / ms for ms in r["runs"]["tpot_ms"]] for r in (row, base)]
     ours, theirs = rates
     found = row["tokens_per_gpu_s"] / base["tokens_per_gpu_s"]
@@ -292,7 +295,7 @@ def _speedup(row: dict, base: dict) -> dict[str, float]:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, memory that several share counted once."""
+    """Return the bytes of all parameters and buffers, memory that several share counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
     return sum(storages.values())
 
@@ -302,7 +305,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _bytes_of_a_step(timed: Batch | OwnPass, batch: int, protocol: Protocol) -> int | None:
-    """What a decode step must read: every product's weight, and keys and values at their mean length of the run."""
+    """Return the bytes that a decode step must read: every product's weight, and keys and values at their mean length of the run."""
     if isinstance(timed, OwnPass):
         return None
     decoder = timed.decoder

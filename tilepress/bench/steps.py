@@ -103,7 +103,7 @@ class Case:
         return ttft, seconds
 
     def shares_of_a_step(self) -> list[dict]:
-        """Kernels of a decode step (operators on a CPU) with microseconds and share of them all, the longest first.
+        """Return the kernels of a decode step (operators on a CPU) with microseconds and share of them all, the longest first.
 
         A kernel that starts while others still run, and waits for them, has what it takes beyond their end.
         """
@@ -130,7 +130,7 @@ class Case:
 
 
 def times_without_overlap(spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Sums by name of spans (name, begin, end), each counted from the latest end of those that end before it."""
+    """Return sums by name of spans (name, begin, end), each counted from the latest end of those that end before it."""
     times: dict[str, float] = {}
     until = -math.inf
     for name, begin, end in sorted(spans, key=lambda span: span[2]):

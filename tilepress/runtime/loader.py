@@ -26,7 +26,7 @@ def load(
     group: TensorParallel | None = None,
     **kwargs,
 ):
-    """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
+    """Load a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
     The linears of an artifact's packed weights are `SparseLinear` or `Int8Linear`; decoder layers of the Llama kind share quantized inputs
     (hf/int8_layers.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
@@ -107,7 +107,7 @@ def _known(model_type: str | None) -> bool:
 
 
 def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
-    """Which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
+    """Return which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, SparseLinear | Int8Linear):

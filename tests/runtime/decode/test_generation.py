@@ -246,17 +246,6 @@ def test_streamers(llama, options):
     assert ours.said == [PROMPTS[:1], *([token] for token in long[0])]
 
 
-def test_other_callables_get_what_transformers_gives_them(llama):
-    seen = []
-
-    def mine(model, input_ids, **given):
-        seen.append(given)
-        return input_ids
-
-    llama.generate(**padded(PROMPTS[:1]), custom_generate=mine, streamer=Heard(), max_new_tokens=2)
-    assert "streamer" not in seen[0] and "attention_mask" in seen[0]
-
-
 def test_sampled_tokens_are_those_of_the_seed(llama):
     """Processors and random numbers are transformers' own, so that they go on from the same place."""
     for options in ({}, {"num_return_sequences": 3}, {"eos_token_id": [7, 8, 9, 10], "min_p": 0.01}):

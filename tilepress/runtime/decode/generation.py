@@ -67,29 +67,58 @@ def decode(
     options = {"cache": cache, "chunk": chunk or generation_config.prefill_chunk_size or CHUNK, "graphs": graphs}
     batch = _batch_for(model, len(prompts), most, **options)
     logits = _prefilled(batch, prompts, new)
+    found = _generated(
+        batch, logits, input_ids, logits_processor, stopping_criteria, generation_config, limit, streamer
+    )
+    batch.clear()
+    setattr(model, _KEPT, _Kept(batch, options, _state(model)))
+    if streamer is not None:
+        streamer.end()
+    return found if generation_config.return_dict_in_generate else found.sequences
 
-    ids, count, waits = input_ids, len(prompts), batch.device.type != "cuda"
-    told = generation_config.return_dict_in_generate
-    scores = () if told and generation_config.output_scores else None
-    raw = () if told and generation_config.output_logits else None
-    greedy = not generation_config.do_sample
-    looks = not greedy or len(logits_processor) > 0 or scores is not None or raw is not None
-    ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    pad = generation_config._pad_token_tensor.to(ids.device) if ends else None
+
+hooks.hand_over(decode)
+
+
+def paths(model: PreTrainedModel) -> dict[str, int]:
+    """Return which implementation served how many parts of a step when the model last decoded; empty where the lean pass did not."""
+    kept = getattr(model, _KEPT, None)
+    return {} if kept is None else kept.batch.paths()
+
+
+def _generated(
+    batch: Batch,
+    logits: Tensor,  # [sequences, vocabulary], behind the prompts
+    ids: Tensor,  # int64 [sequences, length]
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    limit: int,  # tokens of a row of `ids` in the end
+    streamer,
+) -> GenerateDecoderOnlyOutput:
+    """Generate until the criteria end every sequence, or `limit`."""
+    count, waits = len(ids), batch.device.type != "cuda"
+    told = config.return_dict_in_generate
+    scores = () if told and config.output_scores else None
+    raw = () if told and config.output_logits else None
+    greedy = not config.do_sample
+    looks = not greedy or len(processors) > 0 or scores is not None or raw is not None
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    pad = config._pad_token_tensor.to(ids.device) if ends else None
     unfinished = torch.ones(count, dtype=torch.int64, device=ids.device)
     while True:
         if looks:
-            found = logits.to(ids.device, torch.float32, copy=True)
-            of_step = logits_processor(ids, found)
+            own = logits.to(ids.device, torch.float32, copy=True)
+            of_step = processors(ids, own)
             scores = scores if scores is None else (*scores, of_step)
-            raw = raw if raw is None else (*raw, found)
+            raw = raw if raw is None else (*raw, own)
             tokens = of_step.argmax(-1) if greedy else torch.multinomial(of_step.softmax(-1), 1)[:, 0]
         else:
             tokens = batch.tokens[:count].to(ids.device, copy=True)
         if ends:
             tokens = tokens * unfinished + pad * (1 - unfinished)
         ids = torch.cat([ids, tokens[:, None]], 1)
-        unfinished = unfinished & ~stopping_criteria(ids, scores)
+        unfinished = unfinished & ~criteria(ids, scores)
         on_host, last = _OnItsWay(torch.stack([tokens, unfinished])), ids.shape[1] >= limit
         if not waits and not last:
             batch.feed(tokens)
@@ -102,20 +131,7 @@ def decode(
         if waits:
             batch.feed(tokens)
             logits = batch.step(count)
-    batch.clear()
-    setattr(model, _KEPT, _Kept(batch, options, _state(model)))
-    if streamer is not None:
-        streamer.end()
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw) if told else ids
-
-
-hooks.hand_over(decode)
-
-
-def paths(model: PreTrainedModel) -> dict[str, int]:
-    """Return which implementation served how many parts of a step when the model last decoded; empty where the lean pass did not."""
-    kept = getattr(model, _KEPT, None)
-    return {} if kept is None else kept.batch.paths()
+    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw)
 
 
 class _OnItsWay:

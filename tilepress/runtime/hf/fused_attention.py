@@ -41,7 +41,7 @@ _COMMON = {
 
 
 def install(model: nn.Module) -> None:
-    """Called once, by the paged cache's own install."""
+    """Change the attention modules of known classes. Called once, by the paged cache's own install."""
     for module in list(model.modules()):
         if _fits(module):
             change_forward(module, forward, "Fused")
@@ -50,7 +50,7 @@ def install(model: nn.Module) -> None:
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """Those that `install` changed."""
+    """Return the modules that `install` changed."""
     return [module for module in model.modules() if type(module).forward is forward]
 
 
@@ -69,7 +69,7 @@ def _fits(attention: nn.Module) -> bool:
 
 
 def _norms(attention: nn.Module) -> list[nn.Module]:
-    """Of queries and of keys, over a head; none where the family has none."""
+    """Return the norms of queries and of keys over a head; none where the family has none."""
     return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
@@ -81,7 +81,9 @@ def forward(
     past_key_values=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """hidden_states [batch, positions, hidden size], or what takes its place for the projections; position_embeddings are cos and sin
+    """Return what the output projection gives, and None in place of attention weights.
+
+    hidden_states are [batch, positions, hidden size], or what takes its place for the projections; position_embeddings are cos and sin
     [batch or 1, positions, rotary], their halves alike."""
     cache = self.kv_state.current
     if cache is None or cache is not past_key_values or not _serves(hidden_states, cache):
@@ -97,6 +99,6 @@ def forward(
 
 
 def _serves(hidden_states: Tensor, cache) -> bool:
-    """Whether the op does: it has no gradients (`Cache.update` refuses them), and takes one dtype, which autocast mixes."""
+    """Whether the op serves a pass: it has no gradients (`Cache.update` refuses them), and takes one dtype, which autocast mixes."""
     trains = cache.trains() and torch.is_grad_enabled()
     return hidden_states.dtype in KINDS and not trains and not torch.is_autocast_enabled(hidden_states.device.type)

@@ -1,10 +1,8 @@
 """An attention cache of quantized pages for transformers models: `generate` fills it, attention reads it.
 
-`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that
-it has alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives
-them slots, and an attention function of our own reads the pages; attention modules of the common form use fewer and larger ops
-(fused_attention.py). Whatever the attention sees is what the cache holds, in prefill too: cutting a text into other pieces changes results by
-rounding alone (which may tip a value from one code to the next).
+`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that it has
+alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives them slots, and an
+attention function of our own reads the pages (runtime/attention.py). Attention modules of the common form use fewer and larger ops (fused_attention.py).
 """
 
 import contextlib
@@ -90,19 +88,19 @@ class PagedCache(Cache):
 
     @property
     def columns(self) -> int:
-        """Positions that the first layer has, padding included: what transformers calls the cache's length."""
+        """Return the positions that the first layer has, padding included: what transformers calls the cache's length."""
         return self.real.shape[1] - (self._new if 0 in self._awaited else 0)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         return self.real.sum(1).tolist()
 
     def trains(self) -> bool:
         return self.training
 
     def begin(self, real: Tensor) -> None:
-        """Gives slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
+        """Give slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
         the pool is too small; UsageError if the batch is another or the pass before did not come to its end."""
         if self._awaited:
             raise UsageError("the pass before stopped in the middle: some layers lack its tokens", "use a new cache")
@@ -142,7 +140,7 @@ class PagedCache(Cache):
         self.announced(self.pool.pages[0].device)
 
     def announced(self, device: torch.device) -> _Announced:
-        """What `begin` found, copied to a device once for all its layers."""
+        """Return what `begin` found, copied to a device once for all its layers."""
         if device not in self._announced:
             found = self._announced[torch.device("cpu")]
             if device.type == "cuda":  # pinned, or else the host waits for the card here
@@ -176,7 +174,7 @@ class PagedCache(Cache):
         return out.view(query.shape)
 
     def _expect(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
+        """Check what comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
         if layer not in self._awaited:
             raise UsageError(
                 "the paged cache was not told of these positions", "call the causal language model, not its base model"
@@ -197,7 +195,7 @@ class PagedCache(Cache):
         return self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded).transpose(1, 2)
 
     def free(self) -> None:
-        """Gives all pages back."""
+        """Give all pages back."""
         for table in getattr(self, "tables", []):
             self.pool.give(table)
         self.tables: list[list[int]] = []  # of each sequence
@@ -209,7 +207,7 @@ class PagedCache(Cache):
     reset = free
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes sequence beam_idx[i], with which it shares pages until one of them writes."""
+        """Make sequence i what beam_idx[i] is, with which it shares pages until one of them writes."""
         chosen = beam_idx.tolist()
         tables = [list(self.tables[i]) for i in chosen]
         for table in tables:
@@ -225,7 +223,7 @@ class PagedCache(Cache):
         self.reorder_cache(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
+        """Take the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
         count = -tokens_to_remove if tokens_to_remove < 0 else self.columns - tokens_to_remove
         if tokens_to_remove == 0 or count <= 0:
             return
@@ -243,7 +241,7 @@ class PagedCache(Cache):
 
 
 def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
-    """Raises TilepressError naming the layer."""
+    """Check that keys and values are finite. Raises TilepressError naming the layer."""
     if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
         raise TilepressError(
             f"layer {layer} gives keys or values that are not finite", "the model overflows in its dtype"
@@ -261,13 +259,13 @@ class KVState:
 
     @property
     def current(self) -> PagedCache | None:
-        """The cache of the pass that this thread runs."""
+        """Return the cache of the pass that this thread runs."""
         return self.active.get(threading.get_ident())
 
 
 @contextlib.contextmanager
 def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
-    """The model's cache in another mode; of no effect on models without one."""
+    """Put the model's cache into another mode for a while; models without one stay as they are."""
     state: KVState | None = getattr(model, "kv_state", None)
     before = state and state.mode
     try:
@@ -280,7 +278,7 @@ def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
 
 
 def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
-    """Makes a transformers model use the paged cache wherever it would make itself a dynamic one.
+    """Make a transformers model use the paged cache wherever it would make itself a dynamic one.
 
     An empty DynamicCache that is given to a pass becomes a PagedCache; a filled one and other kinds of cache serve as they are.
     Raises TilepressError if the calibration has other layers, heads or head dimensions than the model."""
@@ -308,7 +306,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
 
 
 def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Puts our cache in the place of a new dynamic one, and announces the positions of this pass."""
+    """Put our cache in the place of a new dynamic one, and announce the positions of this pass."""
     state: KVState = model.kv_state
     state.active.pop(threading.get_ident(), None)
     if args:
@@ -349,7 +347,7 @@ def _after_forward(model, args: tuple, output) -> None:
 
 
 def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):
-    """query [batch, heads, positions, D] -> ([batch, positions, heads, D], None)."""
+    """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D], and None in place of its weights."""
     state: KVState | None = getattr(module, "kv_state", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
@@ -368,7 +366,7 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
 
 
 def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key, value [batch, KV heads, tokens, D] as they would come back from the cache."""
+    """Return key and value [batch, KV heads, tokens, D] as they would come back from the cache."""
     calibration, where = state.calibration, (layer, key.device)
     check_finite(layer, key, value)
     if where not in state.sides:
@@ -382,7 +380,7 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
 
 
 def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
-    """What serves how many layers in a mode of the cache."""
+    """Return which implementation serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     if mode == "cache":
         return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)))
