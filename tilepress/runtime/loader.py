@@ -36,7 +36,7 @@ def load(
     (parallel/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if group is not None:
         if kwargs:
@@ -51,7 +51,7 @@ def load(
     if calibration is not None and "attn_implementation" in kwargs:
         raise UsageError("the calibrated cache brings its own attention", "give kv=False with attn_implementation")
     kind = checkpoint.config.get("model_type")
-    if not trust_remote_code and not _known(kind):
+    if not trust_remote_code and kind not in CONFIG_MAPPING:
         if "auto_map" in checkpoint.config:
             raise UsageError(
                 f"{folder.name} needs its own code for architecture {kind!r}",
@@ -98,12 +98,6 @@ def is_int8(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is compressed-tensors INT8 that this package runs. Raises TilepressError for any other form of it."""
     config = checkpoint.config.get("quantization_config", {})
     return config.get("quant_method") == int8.METHOD and bool(int8.scheme_of(config))
-
-
-def _known(model_type: str | None) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
 
 
 def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:

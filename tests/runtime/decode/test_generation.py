@@ -118,7 +118,7 @@ def test_packed_pages(family, form, checkpoint_of):
     model = with_cache(checkpoint_of(family), form)
     assert decoded(model, PROMPTS, 8) == alone(model, PROMPTS, 8)
     assert served(model, form.name)
-    pool = getattr(model, generation._KEPT).batch.cache.pool
+    pool = getattr(model, generation._KEPT)[0].cache.pool
     assert len(pool.free) == pool.total and not any(pool.users)
     with kv_cache.cache_mode(model, "off"):
         assert decoded(model, PROMPTS, 8) == alone(model, PROMPTS, 8) and not served(model, form.name)
@@ -262,7 +262,7 @@ def test_a_batch_is_kept_for_the_next_call(checkpoint_of):
     model = tilepress.load(checkpoint_of("llama", attention_bias=True), dtype=torch.float32)
 
     def kept():
-        return getattr(model, generation._KEPT).batch
+        return getattr(model, generation._KEPT)[0]
 
     first = decoded(model, PROMPTS, 8)
     batch = kept()
@@ -386,7 +386,7 @@ def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, mo
             ]
         )
         assert served(model, "CUDA graph" if graphs is None else "op by op") and not served(model, "reference")
-        held = getattr(model, generation._KEPT).batch
+        held = getattr(model, generation._KEPT)[0]
         assert sorted(held._graphs) == ([1, 2, 3, 5] if graphs is None else [])
         assert bits is None or len(held.cache.pool.free) == held.cache.pool.total
     assert found[0] == found[1] and len(found[0][2][0]) == found[0][0][0].index(stop) + 1
@@ -416,16 +416,20 @@ def test_the_host_looks_while_the_next_pass_runs(checkpoint_of, monkeypatch):
     """Nothing between two passes waits for the card but the look at what the one before gave."""
     model = tilepress.load(checkpoint_of("llama", **CARD), device="cuda")
     expected = decoded(model, PROMPTS, 12, eos_token_id=7)
-    there = generation._OnItsWay.there
+    send = generation._on_its_way
 
-    def look(self):
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return there(self)
-        finally:
+    def looking(numbers):
+        there = send(numbers)
+
+        def look():
+            torch.cuda.set_sync_debug_mode("default")
+            found = there()
             torch.cuda.set_sync_debug_mode("error")
+            return found
 
-    monkeypatch.setattr(generation._OnItsWay, "there", look)
+        return look
+
+    monkeypatch.setattr(generation, "_on_its_way", looking)
     clear = generation.Batch.clear
 
     def end(self):

@@ -61,6 +61,10 @@ class Batch:
         self._captures = captures if graphs is None else graphs
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and the logits, by number of sequences
 
+    def __reduce__(self):
+        """Leave nothing of a batch in copies and pickles of a model that keeps it: graphs and pages are this process's."""
+        return type(None), ()
+
     @property
     def sequences(self) -> int:
         return len(self.tokens)

@@ -7,7 +7,7 @@ at what the criteria say of the tokens before, so that the card does not wait fo
 """
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from tilepress.runtime.decode.batch import CHUNK, Batch
 from tilepress.runtime.decode.decoder import most_positions, why_not
 from tilepress.runtime.hf import hooks
 
-_KEPT = "_tilepress_batch"  # attribute of a model: the batch that it last decoded with
+_KEPT = "_tilepress_batch"  # attribute of a model: the batch that it last decoded with, and what it was made for
+_NONE = (None, None)
 _ROOM = 256  # a batch has room for a multiple of so many tokens, so that it can serve again
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -48,8 +49,8 @@ def decode(
     - `chunk`: how many tokens of a prompt are prefilled at once;
     - `graphs`: False for steps without CUDA graphs.
 
-    The model keeps its batch, with graphs and pages, for the next call of the same size. A model that the lean pass does not know runs by its own, and a
-    warning says why. Raises UsageError for what only `generate` itself does: beams, assistants, filled caches."""
+    The model keeps its batch, with graphs and pages, for the next call that it has room for, unless ranks share it. A model that the lean pass does not
+    know runs by its own, and a warning says why. Raises UsageError for what only `generate` itself does: beams, assistants, filled caches."""
     mask = model_kwargs.get("attention_mask")
     refused = _refused(model, input_ids, generation_config, synced_gpus, assistant_model, model_kwargs)
     if refused is not None:
@@ -65,13 +66,16 @@ def decode(
         given = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
         return model._sample(input_ids, *given, **model_kwargs)
     options = {"cache": cache, "chunk": chunk or generation_config.prefill_chunk_size or CHUNK, "graphs": graphs}
-    batch = _batch_for(model, len(prompts), most, **options)
+    batch = _batch_for(model, len(prompts), most, options)
     logits = _prefilled(batch, prompts, new)
     found = _generated(
         batch, logits, input_ids, logits_processor, stopping_criteria, generation_config, limit, streamer
     )
     batch.clear()
-    setattr(model, _KEPT, _Kept(batch, options, _state(model)))
+    if (
+        getattr(model, "tensor_parallel", None) is None
+    ):  # a group of ranks cannot be closed while graphs have its collectives
+        setattr(model, _KEPT, (batch, (options, _state(model))))
     if streamer is not None:
         streamer.end()
     return found if generation_config.return_dict_in_generate else found.sequences
@@ -81,9 +85,11 @@ hooks.hand_over(decode)
 
 
 def paths(model: PreTrainedModel) -> dict[str, int]:
-    """Return which implementation served how many parts of a step when the model last decoded; empty where the lean pass did not."""
-    kept = getattr(model, _KEPT, None)
-    return {} if kept is None else kept.batch.paths()
+    """Return which implementation served how many parts of a step when the model last decoded.
+
+    Empty where the lean pass did not run, or ranks share the model."""
+    batch, _ = getattr(model, _KEPT, _NONE)
+    return {} if batch is None else batch.paths()
 
 
 def _generated(
@@ -119,11 +125,11 @@ def _generated(
             tokens = tokens * unfinished + pad * (1 - unfinished)
         ids = torch.cat([ids, tokens[:, None]], 1)
         unfinished = unfinished & ~criteria(ids, scores)
-        on_host, last = _OnItsWay(torch.stack([tokens, unfinished])), ids.shape[1] >= limit
+        on_host, last = _on_its_way(torch.stack([tokens, unfinished])), ids.shape[1] >= limit
         if not waits and not last:
             batch.feed(tokens)
             logits = batch.step(count)
-        said, running = on_host.there()
+        said, running = on_host()
         if streamer is not None:
             streamer.put(said)
         if last or not bool(running.any()):
@@ -134,23 +140,14 @@ def _generated(
     return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw)
 
 
-class _OnItsWay:
-    """Numbers on their way to the host, which work that is launched later does not hold up."""
-
-    def __init__(self, numbers: Tensor):
-        self._event = None
-        if numbers.is_cuda:
-            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._copy.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._copy = numbers
-
-    def there(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
+def _on_its_way(numbers: Tensor) -> Callable[[], Tensor]:
+    """Send numbers to the host, and return what waits for them there: work that is launched later does not hold them up."""
+    if not numbers.is_cuda:
+        return lambda: numbers
+    copy, event = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event()
+    copy.copy_(numbers, non_blocking=True)
+    event.record()
+    return lambda: (event.synchronize(), copy)[1]
 
 
 def _refused(
@@ -207,25 +204,6 @@ def _prefilled(batch: Batch, prompts: list[Tensor], new: int) -> Tensor:
     return torch.cat(logits)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A batch that a model keeps for the next call, and what it was made of."""
-
-    batch: Batch
-    options: dict
-    of_model: tuple
-
-    def __reduce__(self):
-        """Leave nothing of it in copies and pickles of the model: graphs and pages are those of this model in this process."""
-        return type(None), ()
-
-    def serves(self, model: PreTrainedModel, count: int, most: int, options: dict) -> bool:
-        """Whether the batch has room that is not far too much, which a step may have to read, and the model is as it was."""
-        room = self.batch.max_len
-        fits = count <= self.batch.sequences and most <= room <= max(4 * most, _ROOM)
-        return fits and self.options == options and self.of_model == _state(model)
-
-
 def _state(model: PreTrainedModel) -> tuple:
     """Where a model's tensors lie and how often they were changed, and which attention cache it has."""
     cache = getattr(model, "kv_state", None)
@@ -234,12 +212,15 @@ def _state(model: PreTrainedModel) -> tuple:
     return marks, None if cache is None else (id(cache.calibration), cache.mode)
 
 
-def _batch_for(model: PreTrainedModel, count: int, most: int, **options) -> Batch:
-    """Return the batch that the model kept, if it serves, or a new one. The model does not have it while it is in use."""
-    kept = model.__dict__.pop(_KEPT, None)
-    if kept is not None and kept.serves(model, count, most, options):
-        return kept.batch
-    del kept  # its memory is free before the next one takes its own
+def _batch_for(model: PreTrainedModel, count: int, most: int, options: dict) -> Batch:
+    """Return the batch that the model kept, or a new one. The model does not have it while it is in use.
+
+    The kept one serves if the model is as it was, and if its room is enough but not far too much: a step may have to read all of it."""
+    batch, made_for = model.__dict__.pop(_KEPT, _NONE)
+    fits = batch is not None and count <= batch.sequences and most <= batch.max_len <= max(4 * most, _ROOM)
+    if fits and made_for == (options, _state(model)):
+        return batch
+    del batch  # its memory is free before the next one takes its own
     room = -(-most // _ROOM) * _ROOM
     room = min(room, most_positions(model) or room)
     return Batch(model, count, most if room < most or why_not(model, room) else room, **options)
