@@ -8,3 +8,12 @@ def load(path, device="cpu", dtype="auto", **kwargs):
     from tilepress.runtime.loader import load as load_model
 
     return load_model(path, device=device, dtype=dtype, **kwargs)
+
+
+def __getattr__(name: str):
+    """Import `decode`, for `model.generate(..., custom_generate=tilepress.decode)`, when it is asked for: runtime/decode/generation.py."""
+    if name == "decode":
+        from tilepress.runtime.decode.generation import decode
+
+        return decode
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.decoding import decoded
 from support.ranks import torchrun
 from torch import nn
 
@@ -13,7 +14,6 @@ from tilepress.bench.shapes import DENSE, SHAPES, Artifact, config_of, protocols
 from tilepress.bench.speed import Protocol, Subject, compare, stored_bytes
 from tilepress.formats import UsageError, int8
 from tilepress.formats.layout import layout_of
-from tilepress.runtime.decode.generation import generate
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.sparse import SparseLinear
 from tilepress.runtime.parallel.group import RowParallel, Trimmed, VocabularyParallel
@@ -217,7 +217,7 @@ def beside_one(shape: str, group, recipe: str, device: str = "cpu") -> tuple[lis
     with torch.inference_mode():
         logits, expected = (model(prompt, use_cache=False).logits.float() for model in (ours, one))
     error = float((logits - expected).abs().max() / expected.abs().max())
-    return wrong, error, generate(ours, [[5, 9, 2], [7] * 30], 6, stop=[]), share
+    return wrong, error, decoded(ours, [[5, 9, 2], [7] * 30], 6), share
 
 
 RECIPES = ["dense", "tiled-csl-80", "tiled-bitmap-50+kv4", "w8a16", "w8a8+kv8"]

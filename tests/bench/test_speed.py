@@ -8,7 +8,7 @@ from support.artifacts import prune
 from support.ranks import command
 
 import tilepress
-from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes, times_without_overlap
+from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime.loader import load
@@ -62,12 +62,6 @@ def test_rows_of_both_models(found, pair):
     assert dense["weights_gib"] * GIB == pytest.approx(sum(entry.nbytes for entry in tensors), rel=0.01)
     assert packed["weights_gib"] < dense["weights_gib"]
     assert packed["bytes_per_step"] < dense["bytes_per_step"]
-
-
-def test_kernels_that_wait_for_others_have_what_is_beyond_them():
-    spans = [("gemm", 0, 10), ("norm", 7, 12), ("gemm", 11, 20), ("copy", 13, 15), ("norm", 25, 26)]
-    assert times_without_overlap(spans) == {"gemm": 10 + 5, "norm": 2 + 1, "copy": 2}
-    assert times_without_overlap([]) == {}
 
 
 def test_the_command(cli, pair, tmp_path):
@@ -138,9 +132,9 @@ def test_a_card_times_no_reference():
 def test_memory_that_tensors_share_counts_once(checkpoint_of):
     model = tilepress.load(checkpoint_of("llama-tied"))
     before = stored_bytes(model)
-    from tilepress.runtime.decode.generation import Engine
+    from tilepress.runtime.decode.batch import Batch
 
-    Engine(model, 1, 16)  # merges projections
+    Batch(model, 1, 16)  # merges projections
     assert stored_bytes(model) == pytest.approx(before, rel=1e-3)
 
 

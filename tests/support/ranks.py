@@ -18,7 +18,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model gave: tokens of the decode loop, logits behind the first prompt by the lean pass and by its own, bytes that it holds."""
+    """What a model gave: tokens of `tilepress.decode`, logits behind the first prompt by the lean pass and by its own, bytes that it holds."""
 
     tokens: list[list[int]]
     logits: torch.Tensor
@@ -33,23 +33,23 @@ def ask(
     path: str, group, prompts: list[list[int]], count: int, dtype=torch.float32, own=True, device="cpu", **options
 ) -> Answer:
     """Of the model there: this rank's part, or for no group the whole on a device; `options` go to `generate`."""
+    from support.decoding import decoded
+
     import tilepress
     from tilepress.bench.speed import stored_bytes
-    from tilepress.runtime.decode.generation import Engine, generate
+    from tilepress.bench.steps import pass_of
 
     model = tilepress.load(path, device, dtype, group=group)
     held = stored_bytes(model)
     layers = stored_bytes(getattr(model.model, "decoder", model.model).layers)
     prompt = torch.tensor(prompts[0], device=model.device)
-    options.setdefault("max_len", max(map(len, prompts)) + count)
     with torch.inference_mode():
         own_logits = model(prompt[None], use_cache=False).logits[0].cpu() if own else None
-        tokens = generate(model, prompts, count, stop=[], **options)
-        engine = Engine(model, 1, 64)
-        engine.backend.begin(0, len(prompt) + 1)
-        logits = engine.backend.prefill(0, prompt, 0).cpu()
-    cache = getattr(engine.backend.cache, "bytes_per_token", 0)
-    return Answer(tokens, logits, own_logits, held, layers, cache, engine.paths())
+        tokens = decoded(model, prompts, count, **options)
+        timed = pass_of(model, 1, 64, "auto", 64)
+        logits = timed.prefill(0, prompt, len(prompt) + 1).cpu()
+    cache = getattr(timed.cache, "bytes_per_token", 0)
+    return Answer(tokens, logits, own_logits, held, layers, cache, timed.paths())
 
 
 def command(words: list, group) -> tuple[int, str, str]:

@@ -6,7 +6,7 @@ Nothing is read or written, and beside what is already made there is one weight:
 is drawn from a seed of its own, so that every artifact of a shape compresses the same numbers. Speed follows from shapes, sparsity and layout; a random
 model says nothing of perplexity.
 
-Ranks that share a model (runtime/parallel.py) each draw and compress every weight whole, and keep their part of it: the model is that of one card, and
+Ranks that share a model (runtime/parallel/) each draw and compress every weight whole, and keep their part of it: the model is that of one card, and
 nothing is sent while it is made.
 """
 
@@ -89,7 +89,7 @@ class Artifact:
 
     @classmethod
     def parse(cls, name: str) -> "Artifact":
-        """`tiled-csl-80+kv4`: its layout, percent of zeros, bits of keys and values. Raises UsageError for anything else."""
+        """Read `tiled-csl-80+kv4`: its layout, percent of zeros, bits of keys and values. Raises UsageError for anything else."""
         found = _FORM.fullmatch(name)
         zeros = int(found["zeros"] or 0) if found else 0
         if not found or zeros > 99:
@@ -102,7 +102,7 @@ class Artifact:
 
 
 def config_of(shape: str, positions: int = 0):
-    """The transformers config of a shape, with room for so many positions. Raises UsageError for an unknown shape."""
+    """Return the transformers config of a shape, with room for so many positions. Raises UsageError for an unknown shape."""
     from transformers import AutoConfig
 
     if shape not in SHAPES:
@@ -115,7 +115,7 @@ def config_of(shape: str, positions: int = 0):
 def random_model(
     config, artifact: Artifact, device: torch.device | str, seed: int = 0, group: TensorParallel | None = None
 ) -> tuple[nn.Module, Stages]:
-    """A bfloat16 model of a config with random weights on `device`, or a rank's part of it, compressed there, ready for the decode loop; and what took how
+    """Return a bfloat16 model of a config with random weights on `device`, or a rank's part of it, compressed there, ready to decode; and what took how
     long. Ranks do not wait for one another.
 
     Matrices are normal with a deviation of 0.02, less by sqrt(2 layers) where outputs add up, norms 1, biases 0: activations stay finite at any depth.
@@ -168,7 +168,7 @@ def _drawn(shape: tuple[int, ...], name: str, deviation: float, device: torch.de
 
 
 def _compressed(path: str, linear: nn.Linear, artifact: Artifact, stages: Stages) -> nn.Module:
-    """The packed layer in place of a dense one."""
+    """Return the packed layer in place of a dense one."""
     weight = linear.weight.detach()
     if artifact.layout in layouts():
         with stages.of("prune"):
@@ -190,7 +190,7 @@ def _compressed(path: str, linear: nn.Linear, artifact: Artifact, stages: Stages
 
 
 def protocols(batches: list[int | str], contexts: list[int], **settings) -> list[Protocol]:
-    """One for each context: a context for every batch, or one for all of them. Raises UsageError for other counts."""
+    """Return one protocol for each context: a context for every batch, or one for all of them. Raises UsageError for other counts."""
     if len(contexts) not in (1, len(batches)):
         raise UsageError(
             f"{len(contexts)} contexts for {len(batches)} batches", "give one --context, or one for each of --batch"
@@ -210,7 +210,7 @@ def run(
     base: str | None = DENSE,
     group: TensorParallel | None = None,
 ) -> dict:
-    """Times a shape with a base recipe, if any, and with each other one: the object that `demo --shape --json` prints.
+    """Time a shape with a base recipe, if any, and with each other one: the object that `demo --shape --json` prints.
 
     `rows` are those of `eval speed`, with `model` the shape and `artifact` the recipe; `builds` say of each artifact how long it took to make. The ranks of a
     `group` share every model. Raises UsageError for an unknown shape or recipe, or heads that cannot be shared.

@@ -1,19 +1,16 @@
 """Decode speed of models in one run: time to the first token and per token, memory, what of the card's bandwidth is used, and where a step's time goes.
 
-All models go through the same decode loop (runtime/generation.py): packed and dense ones, on a card as CUDA graphs, dense ones by cuBLAS and by the faster
-of two attentions: our kernel over pages of bfloat16, and torch's over contiguous keys and values. One model is in memory at a time.
+All models go through the pass that `generate(custom_generate=tilepress.decode)` runs (runtime/decode/batch.py): packed and dense ones, on a card as CUDA
+graphs, dense ones by cuBLAS and by the faster of two attentions: our kernel over pages of bfloat16, and torch's over contiguous keys and values. One model
+is in memory at a time.
 
-A run: a prompt of `context` random tokens is prefilled alone, which gives the time to the first token; its keys and values are copied to the other
-sequences of the batch, and `new_tokens` decode steps are timed, from the host, with everything that the loop does in them. `runs` runs are timed, behind one
-that is not. A spread is the largest less the smallest, relative to the median.
-
-Ranks that share a model (runtime/parallel.py) run all this together. Memory and bytes are of one card, tokens are of all.
+A run: a prompt of `context` random tokens is prefilled alone, which gives the time to the first token; its keys and values are copied to the other sequences
+of the batch, and `new_tokens` greedy steps are timed, from the host. `runs` runs are timed, after one that is not. A spread is the largest less the
+smallest, relative to the median. Of ranks that share a model, memory and bytes are of one card, tokens are of all.
 """
 
 import gc
-import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -22,15 +19,15 @@ import torch
 from torch import nn
 
 from tilepress.bench import kernels as bench
+from tilepress.bench.steps import PROFILED_STEPS, Case, OwnPass, pass_of
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.runtime.decode.generation import Engine, Request
+from tilepress.runtime.decode.batch import Batch, references
 from tilepress.runtime.parallel.group import TensorParallel
 
 GIB = 1 << 30
 FILLED = "one prompt prefilled, its keys and values copied to the other sequences of the batch"
-_SPARE_STEPS = 6  # beside the timed ones: nothing ends before they are over, or those that are profiled
-_PROFILED_STEPS = 3
+_SPARE_STEPS = 2 * PROFILED_STEPS  # for which sequences have room beside the timed ones
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
 _ROOM = 2 * GIB  # that ranks must have left for a step: in the middle of one they cannot agree that it does not fit
 _MOST_FIT = 1024
@@ -59,7 +56,7 @@ class Protocol:
 
     @property
     def most(self) -> int:
-        """Tokens of a sequence in the end."""
+        """Tokens that a sequence has room for."""
         return self.context + self.new_tokens + _SPARE_STEPS
 
 
@@ -72,7 +69,7 @@ class Subject:
 
 
 class _DoesNotFit(torch.OutOfMemoryError):
-    """All ranks know of it."""
+    """A model or a cache that does not fit on some rank, as all ranks know."""
 
 
 def speed(
@@ -82,7 +79,9 @@ def speed(
     progress: Callable[[str], None] = lambda at: None,
     group: TensorParallel | None = None,
 ) -> dict:
-    """The object that `eval speed --json` prints: `rows`, one a model and batch, the base's first. Raises UsageError where a card would run a reference."""
+    """Return the object that `eval speed --json` prints: `rows`, one a model and batch, the base's first.
+
+    Raises UsageError where a card would run a reference."""
     found = compare([model], base, [protocol], progress, group)
     filled = asdict(protocol) | {"filled": FILLED, "sampling": "greedy"}
     return {"env": found["env"], "read_gbps": found["read_gbps"], "protocol": filled, "rows": found["rows"]}
@@ -95,8 +94,9 @@ def compare(
     progress: Callable[[str], None],
     group: TensorParallel | None = None,
 ) -> dict:
-    """`env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol. Subjects load
-    what is theirs of models that a `group` shares."""
+    """Return `env`, `read_gbps` and `rows` of several models and contexts: each model is loaded once, the base first, and timed by every protocol.
+
+    Subjects load what is theirs of models that a `group` shares."""
     rows, facts, bandwidth = [], None, None
     for subject in [base, *models] if base is not None else models:
         progress(f"loading {subject.name}")
@@ -152,7 +152,7 @@ def _environment(device: torch.device) -> dict:
 
 
 def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
-    """What `make` makes if it fits on every rank: one that goes on alone would wait for the others. `make` must not wait for them."""
+    """Return what `make` makes if it fits on every rank: one that goes on alone would wait for the others. `make` must not wait for them."""
     try:
         made = make()
     except torch.OutOfMemoryError:
@@ -167,7 +167,7 @@ def _agreed(group: TensorParallel | None, make: Callable[[], _Made]) -> _Made:
 
 
 def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | None, progress) -> dict:
-    """The fastest of the caches that may serve the model."""
+    """Return the row of the fastest of the caches that may serve the model."""
     device = next(model.parameters()).device
     found, tried = [], {}
     for cache in _caches(model, device):
@@ -196,13 +196,14 @@ def _caches(model: nn.Module, device: torch.device) -> tuple[str, ...]:
 
 
 def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:
-    """The most sequences whose keys and values the card holds beside the model."""
+    """Return the most sequences whose keys and values the card holds beside the model."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise UsageError("--batch fit asks for what a card holds", "give numbers")
     group = _group(model)
-    small = _agreed(group, lambda: Engine(model, 1, protocol.most, cache, chunk=protocol.chunk))
-    per_sequence = small.backend.cache.bytes_per_token * -(-protocol.most // PAGE_TOKENS) * PAGE_TOKENS
+    small = _agreed(group, lambda: pass_of(model, 1, protocol.most, cache, protocol.chunk))
+    _refuse_references(device, small.paths())
+    per_sequence = small.cache.bytes_per_token * -(-protocol.most // PAGE_TOKENS) * PAGE_TOKENS
     del small
     _let_go()
     free, _ = torch.cuda.mem_get_info(device)
@@ -220,30 +221,30 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
     group = _group(model)
     gpus = _gpus(group)
 
-    def make() -> Engine:
-        engine = Engine(model, batch, protocol.most, cache, chunk=protocol.chunk)
+    def make() -> Batch | OwnPass:
+        made = pass_of(model, batch, protocol.most, cache, protocol.chunk)
         if group is not None and device.type == "cuda" and _free(device) < _ROOM:
             raise torch.OutOfMemoryError
-        return engine
+        return made
 
-    engine = _agreed(group, make)
-    paths = engine.paths()
+    timed = _agreed(group, make)
+    paths = timed.paths()
     _refuse_references(device, paths)
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(protocol.seed)
-    prompt = torch.randint(vocabulary, (protocol.context,), generator=generator).tolist()
-    request = Request(tuple(prompt), protocol.new_tokens + _SPARE_STEPS)
-    _run(engine, request, batch, 1)
-    ttft, tpot = zip(*(_run(engine, request, batch, protocol.new_tokens) for _ in range(protocol.runs)), strict=True)
-    shares = _shares_of_a_step(engine, request, batch)
+    prompt = torch.randint(vocabulary, (protocol.context,), generator=generator)
+    case = Case(timed, prompt, batch, protocol.most)
+    case.run(1)
+    ttft, tpot = zip(*(case.run(protocol.new_tokens) for _ in range(protocol.runs)), strict=True)
+    shares = case.shares_of_a_step()
     step_s = statistics.median(tpot)
     per_second = [batch / seconds for seconds in tpot]
-    weights, kv_bytes = stored_bytes(model), engine.backend.cache and engine.backend.cache.bytes_per_token
-    read = _bytes_of_a_step(engine, batch, protocol)
+    weights, kv_bytes = stored_bytes(model), timed.cache and timed.cache.bytes_per_token
+    read = _bytes_of_a_step(timed, batch, protocol)
     return {
         "batch": batch,
         "dtype": dtype_name(model.dtype),
-        "cache": "the model's own" if engine.backend.cache is None else engine.backend.cache.name,
+        "cache": "the model's own" if timed.cache is None else timed.cache.name,
         "weights_gib": weights / GIB,
         "kv_gib": kv_bytes and batch * protocol.context * kv_bytes / GIB,
         "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None,
@@ -261,41 +262,9 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
 
 
 def _refuse_references(device: torch.device, paths: dict[str, int]) -> None:
-    slow = [path for path in paths if " reference" in path or "own forward pass" in path]
+    slow = references(paths) + [path for path in paths if "own forward pass" in path]
     if device.type == "cuda" and slow:
         raise UsageError(f"this card would run {'; '.join(slow)}", "only kernels are timed")
-
-
-def _start(engine: Engine, request: Request, batch: int) -> float:
-    """Brings so many sequences to run; seconds to the first token."""
-    _together(engine)
-    started = time.perf_counter()
-    first = engine.submit(request)
-    while not first.tokens:
-        engine.step()
-    seconds = time.perf_counter() - started
-    if getattr(engine.backend.cache, "copy", None) is None:
-        for _ in range(batch - 1):
-            engine.submit(request)
-        while len(engine.running) < batch:
-            engine.fill()
-    else:
-        for _ in range(batch - 1):
-            engine.fork(first, request)
-    return seconds
-
-
-def _run(engine: Engine, request: Request, batch: int, steps: int) -> tuple[float, float]:
-    """Seconds to the first token, and of a step of the whole batch."""
-    ttft = _start(engine, request, batch)
-    _together(engine)
-    started = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    _wait(engine.device)
-    seconds = (time.perf_counter() - started) / steps
-    engine.clear()
-    return ttft, seconds
 
 
 def _group(model: nn.Module) -> TensorParallel | None:
@@ -303,7 +272,7 @@ def _group(model: nn.Module) -> TensorParallel | None:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that torch has or can have for new tensors."""
+    """Return the bytes that torch has or can have for new tensors."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -312,25 +281,13 @@ def _gpus(group: TensorParallel | None) -> int:
     return 1 if group is None else group.size
 
 
-def _together(engine: Engine) -> None:
-    """Waits for the card, and for all ranks."""
-    _wait(engine.device)
-    if (group := _group(engine.model)) is not None:
-        group.least(0)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _spread(name: str, values: list[float]) -> dict[str, float]:
     median = statistics.median(values)
     return {name: median, f"{name}_spread": (max(values) - min(values)) / median}
 
 
 def _speedup(row: dict, base: dict) -> dict[str, float]:
-    """Of tokens per GPU-second; the spread is that of the fastest and slowest quotient of runs."""
+    """Return the quotient of tokens per GPU-second; its spread is that of the fastest and slowest quotient of runs."""
     rates = [[r["batch"] / r["gpus"] / ms for ms in r["runs"]["tpot_ms"]] for r in (row, base)]
     ours, theirs = rates
     found = row["tokens_per_gpu_s"] / base["tokens_per_gpu_s"]
@@ -338,7 +295,7 @@ def _speedup(row: dict, base: dict) -> dict[str, float]:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, memory that several share counted once."""
+    """Return the bytes of all parameters and buffers, memory that several share counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
     return sum(storages.values())
 
@@ -347,49 +304,12 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _bytes_of_a_step(engine: Engine, batch: int, protocol: Protocol) -> int | None:
-    """What a decode step must read: every product's weight, and keys and values at their mean length of the run."""
-    decoder = getattr(engine.backend, "decoder", None)
-    if decoder is None:
+def _bytes_of_a_step(timed: Batch | OwnPass, batch: int, protocol: Protocol) -> int | None:
+    """Return the bytes that a decode step must read: every product's weight, and keys and values at their mean length of the run."""
+    if isinstance(timed, OwnPass):
         return None
+    decoder = timed.decoder
     linears = [x for layer in decoder.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
     weights = sum(tensor.nbytes for linear in (*linears, decoder.lm_head) for tensor in _tensors(linear))
     tokens = batch * (protocol.context + protocol.new_tokens // 2)
-    return weights + tokens * engine.backend.cache.bytes_per_token
-
-
-def _shares_of_a_step(engine: Engine, request: Request, batch: int) -> list[dict]:
-    """Kernels of a decode step (operators on a CPU) with microseconds and share of them all, the longest first.
-
-    A kernel that starts while others still run, and waits for them, has what it takes beyond their end.
-    """
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    _start(engine, request, batch)
-    engine.step()
-    _wait(engine.device)
-    on_card = engine.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as found:
-        for _ in range(_PROFILED_STEPS):
-            engine.step()
-        _wait(engine.device)
-    engine.clear()
-    if on_card:
-        kernels = [event for event in found.events() if event.device_type == DeviceType.CUDA]
-        times = times_without_overlap([(e.name, e.time_range.start, e.time_range.end) for e in kernels])
-    else:
-        times = {event.key: event.self_cpu_time_total for event in found.key_averages()}
-    total = sum(times.values())
-    rows = sorted(((name, us) for name, us in times.items() if us > 0), key=lambda item: -item[1])
-    return [{"kernel": name, "us": us / _PROFILED_STEPS, "share": us / total} for name, us in rows]
-
-
-def times_without_overlap(spans: list[tuple[str, float, float]]) -> dict[str, float]:
-    """Sums by name of spans (name, begin, end), each counted from the latest end of those that end before it."""
-    times: dict[str, float] = {}
-    until = -math.inf
-    for name, begin, end in sorted(spans, key=lambda span: span[2]):
-        times[name] = times.get(name, 0.0) + end - max(begin, until)
-        until = max(until, end)
-    return times
+    return weights + tokens * timed.cache.bytes_per_token

@@ -4,16 +4,11 @@ Shards are memory-mapped. On a CPU a model's tensors are those pages as long as 
 converted and checked there: no host memory is filled but for the tensors that are under way.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from transformers import modeling_utils
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
-from tilepress.runtime.hf import paged_cache as kv_cache
+from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register
 from tilepress.runtime.linear.packed import PackedLinear
 from tilepress.runtime.parallel import sharding
@@ -30,17 +25,17 @@ def load(
     group: TensorParallel | None = None,
     **kwargs,
 ):
-    """Loads a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
+    """Load a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
     The linears of an artifact's packed weights are `PackedLinear`; decoder layers of the Llama kind share quantized inputs
-    (runtime/int8.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
+    (hf/int8_layers.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
     ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
     `device_map` needs accelerate). Of ranks that share the model each gives their `group` and gets its part, on the group's device
-    (runtime/sharding.py); there are no further arguments then.
+    (parallel/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if group is not None:
         if kwargs:
@@ -55,7 +50,7 @@ def load(
     if calibration is not None and "attn_implementation" in kwargs:
         raise UsageError("the calibrated cache brings its own attention", "give kv=False with attn_implementation")
     kind = checkpoint.config.get("model_type")
-    if not trust_remote_code and not _known(kind):
+    if not trust_remote_code and kind not in CONFIG_MAPPING:
         if "auto_map" in checkpoint.config:
             raise UsageError(
                 f"{folder.name} needs its own code for architecture {kind!r}",
@@ -74,7 +69,7 @@ def load(
         delattr(config, kv_calibration.CONFIG_KEY)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
     try:
-        with _straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
+        with hooks.straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
             model, info = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
     except OSError as error:
         raise TilepressError(
@@ -98,44 +93,14 @@ def load(
     return model
 
 
-_placing = threading.Lock()
-
-
-@contextmanager
-def _straight_to(device: torch.device) -> Iterator[dict]:
-    """Arguments with which from_pretrained puts tensors on a device one by one; none for a CPU. transformers wants accelerate for that, though one device
-    needs nothing of it, and would first reserve the model's size in one piece, which nothing gives back where layers are merged later."""
-    if device.type == "cpu":
-        yield {}
-        return
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    instead = {"check_and_set_device_map": lambda device_map: device_map, "caching_allocator_warmup": lambda *_: None}
-    with _placing:
-        before = {name: getattr(modeling_utils, name) for name in instead}
-        try:
-            for name, function in instead.items():
-                setattr(modeling_utils, name, function)
-            yield {"device_map": {"": device}}
-        finally:
-            for name, function in before.items():
-                setattr(modeling_utils, name, function)
-
-
 def is_int8(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is compressed-tensors INT8 that this package runs. Raises TilepressError for any other form of it."""
     config = checkpoint.config.get("quantization_config", {})
     return config.get("quant_method") == int8.METHOD and bool(int8.scheme_of(config))
 
 
-def _known(model_type: str | None) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
-
-
 def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
-    """Which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
+    """Return which implementation serves how many layers of a model, e.g. {"torch linear on cpu": 1, …}; with its cache in mode `kv`."""
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear):

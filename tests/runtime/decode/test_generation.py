@@ -1,22 +1,28 @@
-"""The decode loop: tokens of transformers' own generate, whatever runs beside a request, when it comes and how its prompt is cut."""
+"""`generate(custom_generate=tilepress.decode)`: the tokens of plain `generate`, with transformers' own processors, criteria and streamers."""
 
-import math
+import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
 from support.artifacts import CARD, STACKED, prune, quantize, with_cache
+from support.decoding import alone, decoded, generated, padded
 from support.fallbacks import FALLBACKS, refuse_all
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import tilepress
 from tilepress.formats import UsageError
+from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.kernels import jit
-from tilepress.runtime.decode import decoder
-from tilepress.runtime.decode.generation import Engine, Request, generate
-from tilepress.runtime.decode.sampling import Sampling
+from tilepress.runtime.decode import decoder, generation
+from tilepress.runtime.hf import paged_cache as kv_cache
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt", "phi3", "phi3-partial", "gemma3"]
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 80)), [1, 2]]
+SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95}
 
 
 def test_fallbacks_are_those_of_all_ops():
@@ -27,58 +33,69 @@ def test_fallbacks_are_those_of_all_ops():
     assert listed == defining
 
 
-def theirs(model, prompt: list[int], count: int, **options) -> list[int]:
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return model.generate(torch.tensor([prompt]), max_new_tokens=count, **options)[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module")
 def llama(checkpoint_of):
     return tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint_of):
+    return AutoTokenizer.from_pretrained(checkpoint_of("llama"))
+
+
+def served(model, words: str) -> bool:
+    """Whether the lean pass ran, and a path of it has these words."""
+    return any(words in path for path in generation.paths(model))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_every_family(family, checkpoint_of):
+    """Of a batch with padding and of each prompt alone, whole and in pieces."""
     changes = {"sliding_window": None} if family == "mistral" else {}
     model = tilepress.load(checkpoint_of(family, **changes), dtype=torch.float32)
     assert decoder.why_not(model, 128) is None
-    expected = [theirs(model, prompt, 12) for prompt in PROMPTS]
-    for chunk, places in ((1024, 8), (7, 3)):
-        assert generate(model, PROMPTS, 12, stop=[], chunk=chunk, places=places) == expected
-    assert [theirs(model, prompt, 12) for prompt in PROMPTS] == expected  # merging left the model as it was
+    expected = alone(model, PROMPTS, 12)
+    assert generated(model, PROMPTS, 12) == expected
+    for options in ({}, {"chunk": 7}, {"prefill_chunk_size": 33}):
+        assert decoded(model, PROMPTS, 12, **options) == expected
+        assert served(model, "decode steps")
+    assert [decoded(model, [prompt], 12)[0] for prompt in PROMPTS[:2]] == expected[:2]
+    assert alone(model, PROMPTS, 12) == expected  # merging left the model as it was
 
 
 def test_a_trained_model(tiny):
     """In bfloat16, where sums are rounded otherwise, tokens part only where two are about equally likely."""
-    from transformers import AutoTokenizer
-
     model, tokenizer = tilepress.load(tiny, dtype=torch.float32), AutoTokenizer.from_pretrained(tiny)
     prompts = [tokenizer(text).input_ids for text in ("import os\n\ndef main(", "The quick brown", "class A:\n    def")]
-    assert generate(model, prompts, 30) == [theirs(model, p, 30, eos_token_id=0) for p in prompts]
+    assert decoded(model, prompts, 30, eos_token_id=0) == generated(model, prompts, 30, eos_token_id=0)
     rounded = tilepress.load(tiny)
-    for prompt, ours in zip(prompts, generate(rounded, prompts, 30), strict=True):
-        other = theirs(rounded, prompt, 30, eos_token_id=0)
-        parted = next((i for i, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), None)
+    for prompt, ours in zip(prompts, decoded(rounded, prompts, 30), strict=True):
+        (theirs,) = generated(rounded, [prompt], 30)
+        parted = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if parted is not None:
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + ours[:parted]])).logits[0, -1]
-            assert float((logits[ours[parted]] - logits[other[parted]]).abs()) < 2**-5 * float(logits.max())
+            assert float((logits[ours[parted]] - logits[theirs[parted]]).abs()) < 2**-5 * float(logits.max())
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("kind", STACKED)
+def test_every_kind_of_artifact(kind, family, made):
+    """Dense, sparse, INT8, each with and without packed pages, in a batch with padding."""
+    model = tilepress.load(made(family, kind), dtype=torch.float32)
+    expected = alone(model, PROMPTS, 6)
+    assert decoded(model, PROMPTS, 6) == expected
+    assert served(model, "decode_attention reference (int4") == kind.endswith("+kv4")
 
 
 @pytest.mark.parametrize("format", ["tiled-csl", "tiled-bitmap"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_sparse_artifacts(family, format, checkpoint_of, tmp_path):
-    shape = {"hidden_size": 128, "num_attention_heads": 4}
-    source = checkpoint_of(family, **shape)
+    source = checkpoint_of(family, hidden_size=128, num_attention_heads=4)
     prune(source, tmp_path / "out", 0.5, format)
     model = tilepress.load(tmp_path / "out", dtype=torch.float32)
-    engine = Engine(model, places=2, max_len=128)
-    merged, prompts = engine.backend.decoder.layers[0].qkv, PROMPTS[:3]
-    if family == "opt":  # 128 rows each: one product; k and v of the other have 64
-        assert type(merged).__name__ in ("TiledCSLLinear", "TiledBitmapLinear") and merged.out_features == 384
-    done = engine.run([Request(tuple(prompt), 6) for prompt in prompts])
-    assert [one.tokens for one in done] == [theirs(model, prompt, 6) for prompt in prompts]
-    assert any("spmm reference" in path for path in engine.paths())
+    assert decoded(model, PROMPTS[:3], 6) == alone(model, PROMPTS[:3], 6)
+    assert served(model, "spmm reference")
 
 
 @pytest.mark.parametrize("activations", ["token", "tensor-dynamic", "none"])
@@ -86,25 +103,25 @@ def test_sparse_artifacts(family, format, checkpoint_of, tmp_path):
 def test_int8_artifacts(family, activations, checkpoint_of, tmp_path):
     quantize(checkpoint_of(family), tmp_path / "out", activations=activations)
     model = tilepress.load(tmp_path / "out", dtype=torch.float32)
-    # A scale for a whole tensor is for all that is multiplied at once: pieces of a prompt have others.
-    expected = [theirs(model, prompt, 10) for prompt in PROMPTS]
+    expected = alone(model, PROMPTS, 10)
+    # A scale for a whole tensor is for all that is multiplied at once: a batch has another one than each of its prompts.
     if activations == "tensor-dynamic":
-        assert [generate(model, [prompt], 10, stop=[])[0] for prompt in PROMPTS] == expected
+        assert [decoded(model, [prompt], 10)[0] for prompt in PROMPTS] == expected
     else:
-        assert generate(model, PROMPTS, 10, stop=[], places=2) == expected
+        assert decoded(model, PROMPTS, 10) == expected
 
 
 @pytest.mark.parametrize("form", [KVFormat(32), KVFormat(32, 8), KVFormat(32, 16)], ids=lambda form: form.name)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3", "gemma3"])
 def test_packed_pages(family, form, checkpoint_of):
-    """The model's own forward pass over a PagedCache: the same pages, the same tokens."""
+    """The model's own forward pass over a PagedCache: the same pages, the same tokens. All pages come back."""
     model = with_cache(checkpoint_of(family), form)
-    expected = [theirs(model, prompt, 8) for prompt in PROMPTS]
-    engine = Engine(model, places=3, max_len=128)
-    done = engine.run([Request(tuple(prompt), 8) for prompt in PROMPTS])
-    assert [one.tokens for one in done] == expected
-    assert len(engine.backend.cache.pool.free) == engine.backend.cache.pool.total
-    assert any(form.name in path for path in engine.paths())
+    assert decoded(model, PROMPTS, 8) == alone(model, PROMPTS, 8)
+    assert served(model, form.name)
+    pool = getattr(model, generation._KEPT)[0].cache.pool
+    assert len(pool.free) == pool.total and not any(pool.users)
+    with kv_cache.cache_mode(model, "off"):
+        assert decoded(model, PROMPTS, 8) == alone(model, PROMPTS, 8) and not served(model, form.name)
 
 
 def test_what_a_family_cannot_have_is_said_with_its_reason(checkpoint_of):
@@ -122,94 +139,213 @@ def test_what_a_family_cannot_have_is_said_with_its_reason(checkpoint_of):
     assert "scaled embeddings" in decoder.why_not(tilepress.load(checkpoint_of("gemma")), 64)
 
 
-def test_others_run_by_their_own_forward_pass(checkpoint_of):
-    for source in (checkpoint_of("mistral"), checkpoint_of("gemma")):  # windows of 24 tokens slide
-        model = tilepress.load(source, dtype=torch.float32)
-        engine = Engine(model, places=2, max_len=100)
-        done = engine.run([Request(tuple(prompt), 5) for prompt in PROMPTS])
-        assert [one.tokens for one in done] == [theirs(model, prompt, 5) for prompt in PROMPTS]
-        assert any("own forward pass" in path for path in engine.paths())
-        with pytest.raises(UsageError, match="not for this model"):
-            Engine(model, cache="contiguous", max_len=100)
+@pytest.mark.parametrize("family", ["mistral", "gemma", "gpt2"])
+def test_others_run_by_their_own_forward_pass(family, checkpoint_of):
+    """Windows of 24 tokens slide, or the lean pass does not know the family: it says so, and the tokens are the same."""
+    model = tilepress.load(checkpoint_of(family), dtype=torch.float32)
+    with pytest.warns(UserWarning, match="own forward pass"):
+        assert decoded(model, PROMPTS, 5) == generated(model, PROMPTS, 5)
+    assert generation.paths(model) == {}
+    torch.manual_seed(3)
+    expected = generated(model, PROMPTS, 5, **SAMPLING)
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match="own forward pass"):
+        assert decoded(model, PROMPTS, 5, **SAMPLING) == expected
+    with pytest.raises(UsageError, match="not for this model"):
+        decoded(model, PROMPTS, 5, cache="contiguous")
 
 
-def test_arrival_and_departure(llama):
-    """Requests that come while others run, with few pages: each has the tokens that it has alone, and all pages come back."""
-    engine = Engine(llama, places=3, max_len=128, cache="bfloat16", num_pages=4)
-    alone = [generate(llama, [prompt], 6 + i, stop=[], cache="bfloat16")[0] for i, prompt in enumerate(PROMPTS)]
-    done, most = [], 0
-    for i, prompt in enumerate(PROMPTS):
-        done.append(engine.submit(Request(tuple(prompt), 6 + i)))
-        engine.step()
-        engine.step()
-        most = max(most, len(engine.running))
-    while not engine.idle:
-        engine.step()
-        most = max(most, len(engine.running))
-    assert most > 1 and [one.tokens for one in done] == alone
-    assert all(one.finish == "length" for one in done) and engine.backend.cache.pool.users == [0] * 4
+def test_a_window_that_does_not_slide_yet(checkpoint_of):
+    """Room for more tokens than are asked for does not make a window slide."""
+    model = tilepress.load(checkpoint_of("mistral"), dtype=torch.float32)
+    assert decoded(model, PROMPTS[:3], 12) == generated(model, PROMPTS[:3], 12) and served(model, "decode steps")
 
 
-def test_copies_of_a_running_request(llama):
-    for cache in ("contiguous", "bfloat16"):
-        engine = Engine(llama, places=3, max_len=128, cache=cache)
-        request = Request(tuple(PROMPTS[3]), 9)
-        first = engine.submit(request)
-        while not first.tokens:
-            engine.step()
-        others = [engine.fork(first, request) for _ in range(2)]
-        with pytest.raises(UsageError, match="3 places are taken"):
-            engine.fork(first, request)
-        while not engine.idle:
-            engine.step()
-        alone = generate(llama, [PROMPTS[3]], 9, stop=[], cache=cache)[0]
-        assert [one.tokens for one in (first, *others)] == [alone] * 3
-        with pytest.raises(UsageError, match="only a running request"):
-            engine.fork(first, request)
+class Some(StoppingCriteria):
+    """Stops sequences behind tokens that each of them comes to."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], torch.tensor([214, 95, 1, 133, 281], device=input_ids.device))
 
 
-def test_stop_tokens_end_a_request(llama):
-    long = generate(llama, PROMPTS, 20, stop=[])
-    stop = long[0][3]
-    for prompt, tokens, whole in zip(PROMPTS, generate(llama, PROMPTS, 20, stop=[stop]), long, strict=True):
-        end = whole.index(stop) + 1 if stop in whole else 20
-        assert tokens == whole[:end]
-        assert tokens == theirs(llama, prompt, 20, eos_token_id=stop)
+class Never(LogitsProcessor):
+    """Forbids every third token, and the one before."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, ::3] = -torch.inf
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
 
 
-def test_sampled_tokens_depend_on_the_seed_alone(llama):
-    """Not on what else is in the batch, nor on how prompts are cut."""
-    how = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5)
-    request = Request(tuple(PROMPTS[0]), 15, sampling=how)
-    alone = Engine(llama, places=1, max_len=128).run([request])[0].tokens
-    others = [Request(tuple(p), 9 + i, sampling=Sampling(1.3, seed=i)) for i, p in enumerate(PROMPTS)]
-    mixed = Engine(llama, places=4, max_len=128, chunk=2).run([others[1], Request((4, 4), 9), request, *others])
-    assert mixed[2].tokens == alone
-    assert mixed[1].tokens == generate(llama, [[4, 4]], 9, stop=[])[0]  # greedy beside sampled ones
-    other = Engine(llama, places=1, max_len=128).run([Request(request.prompt, 15, sampling=Sampling(1.0, 40, 0.9, 6))])
-    assert other[0].tokens != alone
+def test_stop_tokens_end_a_sequence(llama):
+    """What has ended gets padding while others run; when all have ended nothing more is generated."""
+    long = decoded(llama, PROMPTS, 20)
+    for stops in (long[0][3], [long[0][3], long[2][1]], [row[4] for row in long]):
+        found = decoded(llama, PROMPTS, 20, eos_token_id=stops, pad_token_id=299)
+        assert found == generated(llama, PROMPTS, 20, eos_token_id=stops, pad_token_id=299)
+    assert len(found[0]) <= 5
+    assert any(299 in row for row in decoded(llama, PROMPTS, 20, eos_token_id=long[0][3], pad_token_id=299))
 
 
-def test_wrong_requests_are_refused(llama, checkpoint_of):
-    with pytest.raises(UsageError, match="nothing to generate"):
-        Request((), 3)
-    engine = Engine(llama, places=1, max_len=200, cache="bfloat16", num_pages=1)
-    for request, message in (
-        (Request((1,) * 150, 60), "more than 200"),
-        (Request((1,), 64), "1 pages"),
-        (Request((300,), 2), "beyond the vocabulary of 300"),
+def test_criteria_of_the_user(llama):
+    for options in (
+        {"stopping_criteria": StoppingCriteriaList([Some()])},
+        {"eos_token_id": 7, "stopping_criteria": StoppingCriteriaList([Some()]), "min_new_tokens": 3},
+        {"max_time": 1e-9},
+        {"max_length": 72, "max_new_tokens": None},
+    ):
+        found = decoded(llama, PROMPTS, 15, **options)
+        assert found == generated(llama, PROMPTS, 15, **options) != decoded(llama, PROMPTS, 15)
+
+
+def test_stop_strings(llama, tokenizer):
+    prompts = [[number] for number in range(40, 90)]
+    runs = zip(prompts, alone(llama, prompts, 12), strict=True)
+    prompt, tokens = next((p, run) for p, run in runs if max(run[:5]) < 95 and run[2] != run[3])  # in ASCII
+    options = {"stop_strings": [tokenizer.decode(tokens[2:4])], "tokenizer": tokenizer}
+    (found,) = decoded(llama, [prompt], 12, **options)
+    assert [found] == generated(llama, [prompt], 12, **options)
+    assert found == tokens[: len(found)] and 1 < len(found) <= 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 1, "eos_token_id": 7, "min_new_tokens": 5},
+        {"logits_processor": LogitsProcessorList([Never()])},
+        {"bad_words_ids": [[number] for number in range(200)]},
+        {"forced_eos_token_id": 9, "eos_token_id": 9},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_logits_processors(llama, options):
+    found = decoded(llama, PROMPTS, 10, **options)
+    assert found == generated(llama, PROMPTS, 10, **options) != generated(llama, PROMPTS, 10)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["dense", "pages"])
+def test_scores_and_logits(llama, cached, checkpoint_of):
+    model = with_cache(checkpoint_of("llama"), KVFormat(32, 16)) if cached else llama
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "pad_token_id": 0}
+    options |= {"repetition_penalty": 1.5, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    theirs = model.generate(**padded(PROMPTS), **options)
+    ours = model.generate(**padded(PROMPTS), custom_generate=tilepress.decode, **options)
+    assert type(ours) is type(theirs) and torch.equal(ours.sequences, theirs.sequences)
+    for name in ("scores", "logits"):
+        found, expected = torch.stack(ours[name]), torch.stack(theirs[name])
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    assert not torch.equal(torch.stack(ours.scores), torch.stack(ours.logits)) and ours.past_key_values is None
+    plain = {**options, "output_scores": False, "output_logits": False}
+    assert model.generate(**padded(PROMPTS), custom_generate=tilepress.decode, **plain).scores is None
+
+
+class Heard:
+    """A streamer."""
+
+    def __init__(self):
+        self.said, self.ended = [], 0
+
+    def put(self, tokens):
+        self.said.append(tokens.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": 7}, {"repetition_penalty": 1.5}], ids=str)
+def test_streamers(llama, options):
+    ours, theirs = Heard(), Heard()
+    long = decoded(llama, PROMPTS[:1], 9, streamer=ours, **options)
+    assert long == generated(llama, PROMPTS[:1], 9, streamer=theirs, **options)
+    assert ours.said == theirs.said and ours.ended == theirs.ended == 1
+    assert ours.said == [PROMPTS[:1], *([token] for token in long[0])]
+
+
+def test_sampled_tokens_are_those_of_the_seed(llama):
+    """Processors and random numbers are transformers' own, so that they go on from the same place."""
+    for options in ({}, {"num_return_sequences": 3}, {"eos_token_id": [7, 8, 9, 10], "min_p": 0.01}):
+        found = []
+        for generate in (decoded, generated):
+            torch.manual_seed(5)
+            found.append((generate(llama, PROMPTS, 15, **SAMPLING, **options), torch.rand(3).tolist()))
+        assert found[0] == found[1]
+        torch.manual_seed(6)
+        assert decoded(llama, PROMPTS, 15, **SAMPLING, **options) != found[0][0]
+
+
+def test_a_batch_is_kept_for_the_next_call(checkpoint_of):
+    model = tilepress.load(checkpoint_of("llama", attention_bias=True), dtype=torch.float32)
+
+    def kept():
+        return getattr(model, generation._KEPT)[0]
+
+    first = decoded(model, PROMPTS, 8)
+    batch = kept()
+    assert decoded(model, PROMPTS[:2], 8) == first[:2] and kept() is batch  # fewer, shorter
+    assert decoded(model, PROMPTS, 9, chunk=9) == alone(model, PROMPTS, 9) and kept() is not batch
+    batch = kept()
+    with torch.no_grad():  # what was merged has copies of biases
+        model.model.layers[0].self_attn.k_proj.bias.mul_(-3)
+    changed = decoded(model, PROMPTS, 9, chunk=9)
+    assert changed == alone(model, PROMPTS, 9) and kept() is not batch
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert generation.paths(other) == {} and decoded(other, PROMPTS, 9) == changed
+    batch = kept()
+    with pytest.raises(ZeroDivisionError):
+        decoded(model, PROMPTS, 9, chunk=9, stopping_criteria=StoppingCriteriaList([lambda *_: 1 / 0]))
+    assert decoded(model, PROMPTS, 9, chunk=9) == changed and kept() is not batch
+    batch = kept()
+    kv_cache.install(model, uncalibrated(KVFormat(32), 2, 2))
+    assert decoded(model, PROMPTS, 9, chunk=9) == alone(model, PROMPTS, 9) and kept() is not batch
+
+
+def test_a_kept_batch_does_not_keep_its_model(checkpoint_of):
+    model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
+    generated(model, PROMPTS[:2], 2)
+    gc.collect()
+    gc.disable()
+    try:
+        decoded(model, PROMPTS[:2], 3)
+        held = weakref.ref(model.lm_head.weight)
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_tokens_can_be_trained_on(llama):
+    given = padded(PROMPTS[:2])
+    ids = llama.generate(**given, custom_generate=tilepress.decode, max_new_tokens=4, do_sample=False)
+    model = copy.deepcopy(llama).train().requires_grad_()
+    model(ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.grad is not None and not ids.is_inference()
+
+
+def test_what_is_refused(llama, checkpoint_of):
+    filled = llama(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    for options, message in (
+        ({"num_beams": 2}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted"),
+        ({"assistant_model": llama}, "assisted"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"past_key_values": filled}, "holds something"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+        ({"position_ids": torch.arange(5)[None] + 3}, "positions of your own"),
+        ({"cache": "x"}, "the cache 'x' is unknown"),
+        ({"cache": "calibrated"}, "no calibrated cache"),
+        ({"chunk": -1}, "pieces of -1"),
+        ({"graphs": True}, "CUDA graphs need"),
     ):
         with pytest.raises(UsageError, match=message):
-            engine.submit(request)
-    for options, message in (({"places": 0}, "0 places"), ({"max_len": 1}, "a model for"), ({"cache": "x"}, "x")):
-        with pytest.raises(UsageError, match=message):
-            Engine(llama, **options)
-    with pytest.raises(UsageError, match="CUDA graphs need"):
-        Engine(llama, graphs=True)
-    with pytest.raises(UsageError, match="no calibrated cache"):
-        Engine(llama, cache="calibrated")
-    with pytest.raises(UsageError, match="a model for 128"):
-        Engine(tilepress.load(checkpoint_of("opt")), max_len=129)
+            decoded(llama, PROMPTS[:1], 3, **options)
+    with pytest.raises(UsageError, match="beyond the vocabulary of 300"):
+        decoded(llama, [[300]], 3)
+    ids = torch.tensor([[1, 2, 0], [1, 2, 3]])
+    with pytest.raises(UsageError, match="padded on the right"):
+        llama.generate(ids, attention_mask=(ids > 0).long(), custom_generate=tilepress.decode, max_new_tokens=2)
+    with pytest.raises(UsageError, match="a model of 128"):
+        decoded(tilepress.load(checkpoint_of("opt")), PROMPTS, 59)
 
 
 @pytest.mark.gpu
@@ -217,7 +353,7 @@ def test_wrong_requests_are_refused(llama, checkpoint_of):
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("kind", STACKED)
 def test_no_fallback_runs(kind, family, how, made, monkeypatch):
-    """A prompt in pieces and alone, steps, a batch with padding: by the decode loop and by transformers' generate, one after the other."""
+    """Prompts in pieces and alone, steps, batches with padding: with the lean pass and without, one after the other."""
     from transformers import AutoModelForCausalLM
 
     import tilepress.hf
@@ -226,71 +362,97 @@ def test_no_fallback_runs(kind, family, how, made, monkeypatch):
     refuse_all(monkeypatch)
     loads = how == "load"
     model = tilepress.load(path, device="cuda") if loads else AutoModelForCausalLM.from_pretrained(path).cuda().eval()
-    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-    for prompts in (PROMPTS[3:4], [[7, *PROMPTS[0][:2]], [1, 2, 3]]):
-        ids = torch.tensor(prompts, device="cuda")
-        mask = torch.ones_like(ids)
-        mask[1:, 0] = 0
-        out = model.generate(ids, attention_mask=mask, **options)
-        assert out.shape == (len(prompts), len(prompts[0]) + 6)
+    for prompts in (PROMPTS[3:4], [[7, *PROMPTS[0][:2]], [2, 3]]):
+        assert [len(tokens) for tokens in generated(model, prompts, 6)] == [6] * len(prompts)
     if loads:
-        engine = Engine(model, places=2, max_len=128, chunk=32)
-        assert all(one.finish for one in engine.run([Request(tuple(prompt), 6) for prompt in PROMPTS]))
-        assert not [path for path in engine.paths() if "reference" in path]
+        assert [len(tokens) for tokens in decoded(model, PROMPTS, 6, chunk=32)] == [6] * len(PROMPTS)
+        assert served(model, "CUDA graph") and not served(model, "reference")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 @pytest.mark.parametrize("bits", [16, 4, None], ids=["16", "4", "contiguous"])
 def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, monkeypatch):
-    """On kernels alone, with requests that come and go."""
+    """On kernels alone: greedily, with stop tokens and a streamer, with processors, by sampling; batches of several sizes use one batch's memory."""
     source = checkpoint_of("llama", **CARD)
     if kind == "int8":
         quantize(source, tmp_path / "out")
     elif kind != "dense":
         prune(source, tmp_path / "out", 0.6, kind)
-    from tilepress.formats.kv_calibration import uncalibrated
-    from tilepress.runtime.hf import paged_cache as kv_cache
-
     refuse_all(monkeypatch)
     model = tilepress.load(source if kind == "dense" else tmp_path / "out", device="cuda")
     if bits is not None:
         kv_cache.install(model, uncalibrated(KVFormat(64, bits), 2, model.config.num_hidden_layers))
     cache = "contiguous" if bits is None else "auto"
-    requests = [
-        Request(tuple(prompt), 12 + i, sampling=Sampling(1.0 if i == 2 else 0.0, seed=i))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    found = []
-    for graphs in (True, False):
-        engine = Engine(model, places=4, max_len=128, cache=cache, graphs=graphs)
-        found.append([one.tokens for one in engine.run(requests)])
-        assert not any("reference" in path for path in engine.paths())
-        assert bits is None or len(engine.backend.cache.pool.free) == engine.backend.cache.pool.total
-    assert found[0] == found[1]
+    stop, found = decoded(model, PROMPTS, 12, cache=cache)[0][5], []
+    for graphs in (None, False):
+        heard, options = Heard(), {"cache": cache, "graphs": graphs}
+        torch.manual_seed(7)
+        found.append(
+            [
+                decoded(model, PROMPTS, 12, **options),
+                decoded(model, PROMPTS[:2], 12, **options),
+                decoded(model, PROMPTS[:1], 12, eos_token_id=stop, streamer=heard, **options),
+                decoded(model, PROMPTS, 12, repetition_penalty=1.5, **options),
+                decoded(model, PROMPTS, 12, **SAMPLING, **options),
+                decoded(model, PROMPTS[:3], 12, eos_token_id=stop, **options),
+                heard.said,
+                torch.rand(3, device="cuda").tolist(),
+            ]
+        )
+        assert served(model, "CUDA graph" if graphs is None else "op by op") and not served(model, "reference")
+        held = getattr(model, generation._KEPT)[0]
+        assert sorted(held._graphs) == ([1, 2, 3, 5] if graphs is None else [])
+        assert bits is None or len(held.cache.pool.free) == held.cache.pool.total
+    assert found[0] == found[1] and len(found[0][2][0]) == found[0][0][0].index(stop) + 1
 
 
-def test_sampling_is_the_distribution():
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+def test_tokens_on_a_card(family, checkpoint_of):
+    """In float32 they are those of plain `generate`, also where the prompt lies on the host."""
+    shape = {"hidden_size": 256, "ffn_dim": 256, "word_embed_proj_dim": 256} if family == "opt" else CARD
+    model = tilepress.load(checkpoint_of(family, **shape), device="cuda", dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        expected = generated(model, PROMPTS, 12)
+        assert decoded(model, PROMPTS, 12) == expected and served(model, "decode steps")
+        on_host = model.generate(
+            **padded(PROMPTS), custom_generate=tilepress.decode, max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert on_host.device.type == "cpu" and on_host[:, -12:].tolist() == expected
 
-    from tilepress.runtime.decode.sampling import filtered, sample
 
-    torch.manual_seed(0)
-    logits = torch.randn(3, 50) * 2
-    temperature, top_k, top_p = torch.tensor([0.7, 1.5, 1.0]), torch.tensor([0, 12, 5]), torch.tensor([0.8, 1.0, 0.6])
-    kept, order = filtered(logits, temperature, top_k, top_p)
-    kept = kept / kept.sum(-1, keepdim=True)
-    uniforms = (torch.arange(2000) + 0.5) / 2000
-    for row in range(3):
-        scores = TemperatureLogitsWarper(float(temperature[row]))(None, logits[row : row + 1])
-        if top_k[row]:
-            scores = TopKLogitsWarper(int(top_k[row]))(None, scores)
-        if top_p[row] < 1:
-            scores = TopPLogitsWarper(float(top_p[row]))(None, scores)
-        expected = scores.softmax(-1)[0].double()
-        torch.testing.assert_close(torch.zeros(50).double().scatter(0, order[row], kept[row]), expected)
-        many = [x[row : row + 1].expand(2000, *x.shape[1:]) for x in (logits, temperature, top_k, top_p)]
-        counts = sample(*many, uniforms).bincount(minlength=50) / 2000
-        assert float((counts - expected).abs().max()) <= 1 / 2000 + 1e-6
-    with pytest.raises(UsageError, match="top_p"):
-        Sampling(1.0, top_p=math.nan)
+@pytest.mark.gpu
+def test_the_host_looks_while_the_next_pass_runs(checkpoint_of, monkeypatch):
+    """Nothing between two passes waits for the card but the look at what the one before gave."""
+    model = tilepress.load(checkpoint_of("llama", **CARD), device="cuda")
+    expected = decoded(model, PROMPTS, 12, eos_token_id=7)
+    send = generation._on_its_way
+
+    def looking(numbers):
+        there = send(numbers)
+
+        def look():
+            torch.cuda.set_sync_debug_mode("default")
+            found = there()
+            torch.cuda.set_sync_debug_mode("error")
+            return found
+
+        return look
+
+    monkeypatch.setattr(generation, "_on_its_way", looking)
+    clear = generation.Batch.clear
+
+    def end(self):
+        torch.cuda.set_sync_debug_mode("default")
+        clear(self)
+
+    monkeypatch.setattr(generation.Batch, "clear", end)
+    try:
+        assert decoded(model, PROMPTS, 12, eos_token_id=7) == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

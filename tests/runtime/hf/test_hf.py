@@ -14,6 +14,7 @@ import tilepress
 import tilepress.hf
 from tilepress.formats import TilepressError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.runtime.hf import from_pretrained
 from tilepress.runtime.hf.paged_cache import PagedCache
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.sparse import SparseLinear
@@ -61,7 +62,7 @@ def test_ways_to_call_it(kind, how, made, monkeypatch):
         pytest.importorskip("accelerate")
         model = AutoModelForCausalLM.from_pretrained(path, device_map="auto")
     elif how == "hub":  # transformers finds the files of an id in its own way
-        monkeypatch.setattr(tilepress.hf, "locate", lambda *args, **options: read.append(options) or path)
+        monkeypatch.setattr(from_pretrained, "locate", lambda *args, **options: read.append(options) or path)
         model = AutoModelForCausalLM.from_pretrained(path, revision="v2", cache_dir="here")
         assert [(asked["revision"], asked["cache_dir"]) for asked in read] == [("v2", "here")]
     else:

@@ -16,8 +16,9 @@ from tilepress.eval.perplexity import Protocol, perplexity
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.runtime.attention import PagePool
 from tilepress.runtime.hf import paged_cache as kv_cache
-from tilepress.runtime.hf.paged_cache import PagedCache, PagePool
+from tilepress.runtime.hf.paged_cache import PagedCache
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPTS = ("import os", "def main(args):\n    for name in args:\n        print(name", "The")

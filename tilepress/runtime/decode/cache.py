@@ -1,8 +1,7 @@
-"""The attention caches of the decode loop: places for sequences, with static tensors that a CUDA graph can keep.
+"""The attention caches of the lean pass: room for a batch of sequences, in static tensors that a CUDA graph can keep.
 
-`PagedSequences` holds pages of 4, 8 or 16 bits (formats/kv_int4.py) in one pool, attended to by the kernels; a place gets the pages of its whole sequence
-when that begins, so that a block table stays as it is while it runs. `ContiguousSequences` holds keys and values [places, KV heads, max_len, D] in the
-model's dtype for torch's own attention.
+`PagedSequences` holds pages of 4, 8 or 16 bits (formats/kv_int4.py), attended to by kernels. A sequence gets the pages of its whole length when it begins, so
+that a block table stays as it is while the sequence grows. `ContiguousSequences` holds keys and values in the model's dtype for torch's own attention.
 
 A `Step` says where the rows of a pass go: `decoding` makes it of positions by tensor operations alone, `prefilling` for a piece of one sequence.
 """
@@ -11,93 +10,88 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilepress.formats.kv_calibration import KVCalibration
-from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
-from tilepress.runtime.hf.paged_cache import PagePool
+from tilepress.formats import UsageError
+from tilepress.formats.kv_calibration import KVCalibration, uncalibrated
+from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
+from tilepress.kernels import decode_attention, rope_append
+from tilepress.runtime import attention
+from tilepress.runtime.attention import PagePool, Rope
+from tilepress.runtime.decode.decoder import Decoder
 
-ops = torch.ops.tilepress
+CACHES = ("auto", "calibrated", "bfloat16", "contiguous")
 
 
 class Step(NamedTuple):
-    """The rows of a pass: one of each of the first places, or `first` .. of one place, which then holds `length` tokens."""
+    """The rows of a pass: the next token of each of the first sequences, or in prefill a piece of one sequence."""
 
     positions: Tensor  # int64 [rows], -1: nothing stands there
-    slots: Tensor  # int64 [rows]: where in the pages; contiguous: which place
-    table: Tensor | None  # int32 [sequences, pages]
+    slots: Tensor  # int64 [rows]: where in the pages; contiguous: which sequence
+    table: Tensor | None  # int32 [sequences, pages]; None: contiguous
     seq_lens: Tensor  # int32 [sequences], with this pass's rows
-    length: int | None  # of prefill
+    length: int | None  # tokens of the sequence after a piece of prefill; None: decoding
 
 
 class PagedSequences:
-    """`places` sequences of up to `max_len` tokens; `num_pages` for all of them, by default as many as they can need."""
+    """Room for `sequences` of up to `max_len` tokens, in `num_pages` pages for all of them: by default as many as they can need."""
 
     def __init__(
-        self, calibration: KVCalibration, device: torch.device, places: int, max_len: int, num_pages: int | None = None
+        self,
+        calibration: KVCalibration,
+        device: torch.device,
+        sequences: int,
+        max_len: int,
+        num_pages: int | None = None,
     ):
         most = -(-max_len // PAGE_TOKENS)
         self.calibration, self.device = calibration, device
-        self.pool = PagePool(calibration, device, places * most if num_pages is None else num_pages)
-        self.table = torch.zeros(places, most, dtype=torch.int32, device=device)
-        self.held: list[list[int]] = [[] for _ in range(places)]
+        self.pool = PagePool(calibration, device, sequences * most if num_pages is None else num_pages)
+        self.table = torch.zeros(sequences, most, dtype=torch.int32, device=device)
+        self.held: list[list[int]] = [[] for _ in range(sequences)]
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of so many can begin now."""
-        return -(-tokens // PAGE_TOKENS) <= len(self.pool.free)
+    def begin(self, sequence: int, tokens: int) -> None:
+        """Take pages for a sequence of up to so many tokens. Raises TilepressError if there are not enough."""
+        self.held[sequence] = self.pool.take(-(-tokens // PAGE_TOKENS))
+        row = torch.tensor(self.held[sequence], dtype=torch.int32)
+        self.table[sequence, : len(row)] = row.to(self.device)
 
-    def begin(self, place: int, tokens: int) -> None:
-        """Pages for a sequence of up to so many. Raises TilepressError if there are not enough."""
-        self.held[place] = self.pool.take(-(-tokens // PAGE_TOKENS))
-        row = torch.tensor(self.held[place], dtype=torch.int32)
-        self.table[place, : len(row)] = row.to(self.device)
+    def end(self, sequence: int) -> None:
+        """Give a sequence's pages back."""
+        self.pool.give(self.held[sequence])
+        self.held[sequence] = []
 
-    def end(self, place: int) -> None:
-        self.pool.give(self.held[place])
-        self.held[place] = []
-
-    def copy(self, place: int, to: int) -> None:
-        """The rows of one sequence to another that has begun with as many pages."""
-        for pages in self.pool.pages:
-            pages[self.held[to]] = pages[self.held[place]]
+    def copy(self, sequence: int, to: int) -> None:
+        """Copy what a sequence holds to another one that has begun with as many pages."""
+        self.pool.copy(self.held[sequence], self.held[to])
 
     def decoding(self, positions: Tensor) -> Step:
-        """One row of each of the first places; a place with position -1 stores nothing and attends to nothing."""
+        """Return the step of one token for each of the first sequences; one with position -1 stores nothing and attends to nothing."""
         table, at = self.table[: len(positions)], positions.clamp(min=0)
         page = table.gather(1, (at // PAGE_TOKENS)[:, None])[:, 0].long()
         slots = torch.where(positions < 0, positions, page * PAGE_TOKENS + at % PAGE_TOKENS)
         return Step(positions, slots, table, (positions + 1).int(), None)
 
-    def prefilling(self, place: int, first: int, count: int) -> Step:
+    def prefilling(self, sequence: int, first: int, count: int) -> Step:
+        """Return the step of `count` tokens of one sequence from position `first` on."""
         positions = torch.arange(first, first + count, device=self.device)
-        table = self.table[place : place + 1]
+        table = self.table[sequence : sequence + 1]
         slots = table[0].long()[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
         seq_lens = torch.tensor([first + count], dtype=torch.int32, device=self.device)
         return Step(positions, slots, table, seq_lens, first + count)
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, turns, layer, step: Step) -> Tensor:
-        """query [rows, heads, D], key and value [rows, KV heads, D] of layer `number` as projections give them; turns are cos and sin [rows, rotary / 2]
-        or None; layer is a decoder.Layer. Appends, and returns [rows, heads, D]."""
-        (keys, values), form = self.pool.sides[number], self.calibration.form
-        pages, calibration, decodes = self.pool.pages[number], self.calibration, step.length is None
-        quantization = (*keys, *values, form.bits, form.group_size, form.static)
-        quantization += calibration.rotate, calibration.refits
-        folded = decodes and turns is not None
-        if turns is None:
-            ops.kv_append(pages, key, value, step.slots, *quantization)
-        else:
-            between = (None, None, None, *layer.head_norms, layer.head_eps, *turns, False, folded, step.slots)
-            query = ops.rope_append(pages, query, key, value, *between, *quantization)
-        sides, shape = (*keys[:2], *values[:2]), (form.bits, form.group_size, form.static)
-        if decodes:
-            rotate = calibration.rotate and not folded
-            sides = (None, *sides[1:]) if folded else sides
-            query = query.contiguous()
-            return ops.decode_attention(query, pages, step.table, step.seq_lens, layer.scale, *sides, *shape, rotate)
-        read = (pages, step.table, step.seq_lens, step.length, *sides, query.shape[-1], *shape, calibration.rotate)
-        return _causal(query, *ops.kv_read(*read, query.dtype), layer.scale)
+        """Append the rows of layer `number` and return their attention [rows, heads, D].
+
+        query [rows, heads, D], key and value [rows, KV heads, D] are as projections give them; turns are cos and sin [rows, rotary / 2] or None; layer is a
+        decoder.Layer."""
+        rope = None if turns is None else Rope(*turns, layer.head_norms, layer.head_eps)
+        folded = step.length is None and rope is not None
+        query = self.pool.append(number, query, key, value, step.slots, rope, folded)
+        if step.length is None:
+            return self.pool.decode(number, query, step.table, step.seq_lens, layer.scale, folded)
+        query = query.transpose(0, 1)[None]
+        return self.pool.prefill(number, query, step.table, step.seq_lens, step.length, layer.scale)[0].transpose(0, 1)
 
     @property
     def bytes_per_token(self) -> int:
@@ -108,40 +102,39 @@ class PagedSequences:
         return f"{self.calibration.form.name}, paged"
 
     def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
-        first = rope_append.path(self.device) if turns else kv_cache.path(self.device)
-        attention = decode_attention.path(self.device, self.calibration.form, dtype)
-        return dict.fromkeys((first, kv_read.path(self.device), attention), len(self.pool.pages))
+        """Return which implementation serves how many layers; `turns`: by RoPE."""
+        fused = len(self.calibration.layers) if turns else 0
+        return attention.paths(self.calibration, self.device, dtype, fused)
 
 
 class ContiguousSequences:
-    """`places` sequences of up to `max_len` tokens each, always held. torch's attention reads all `max_len` in every decode step."""
+    """Room for `sequences` of up to `max_len` tokens each, always held. torch's attention reads all `max_len` in every decode step."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype, device, places: int, max_len: int):
-        shape = layers, 2, places, kv_heads, max_len, head_dim
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype, device, sequences: int, max_len: int):
+        shape = layers, 2, sequences, kv_heads, max_len, head_dim
         self.memory, self.device = torch.zeros(shape, dtype=dtype, device=device), device
 
-    def fits(self, tokens: int) -> bool:
-        return True
+    def begin(self, sequence: int, tokens: int) -> None:
+        """Nothing is to be taken: each sequence has its own memory."""
 
-    def begin(self, place: int, tokens: int) -> None:
-        pass
+    def end(self, sequence: int) -> None:
+        """Nothing is to be given back."""
 
-    def end(self, place: int) -> None:
-        pass
-
-    def copy(self, place: int, to: int) -> None:
-        self.memory[:, :, to] = self.memory[:, :, place]
+    def copy(self, sequence: int, to: int) -> None:
+        """Copy what a sequence holds to another one."""
+        self.memory[:, :, to] = self.memory[:, :, sequence]
 
     def decoding(self, positions: Tensor) -> Step:
-        """A place with position -1 writes where a sequence writes before it reads: at the end."""
+        """Return the step of one token for each of the first sequences. One with position -1 stores at the end, where a sequence writes before it reads."""
         return Step(positions, torch.arange(len(positions), device=self.device), None, (positions + 1).int(), None)
 
-    def prefilling(self, place: int, first: int, count: int) -> Step:
+    def prefilling(self, sequence: int, first: int, count: int) -> Step:
+        """Return the step of `count` tokens of one sequence from position `first` on."""
         positions = torch.arange(first, first + count, device=self.device)
-        return Step(positions, torch.full_like(positions, place), None, positions[-1:].int() + 1, first + count)
+        return Step(positions, torch.full_like(positions, sequence), None, positions[-1:].int() + 1, first + count)
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, turns, layer, step: Step) -> Tensor:
-        """As that of PagedSequences."""
+        """Append the rows of layer `number` and return their attention: as PagedSequences.attend does."""
         if turns is not None:
             pairs = zip((query, key), layer.head_norms, strict=True)
             normal = [x if norm is None else rope_append.normalized(x, norm, layer.head_eps) for x, norm in pairs]
@@ -150,11 +143,11 @@ class ContiguousSequences:
         at = step.positions % keys.shape[2]
         keys[step.slots, :, at], values[step.slots, :, at] = key, value
         if step.length is not None:
-            place = step.slots[:1]
-            return _causal(query, *(x[place, :, : step.length] for x in (keys, values)), layer.scale)
+            held = (x[step.slots[:1], :, : step.length] for x in (keys, values))
+            return attention.attention(query.transpose(0, 1)[None], *held, layer.scale)[0].transpose(0, 1)
         seen = torch.arange(keys.shape[2], device=self.device) <= step.positions.clamp(min=0)[:, None]
         mask, rows = seen[:, None, None], len(query)
-        # Query heads that share a KV head as rows of one: with a mask torch has no fast kernel for groups.
+        # Query heads that share a KV head are rows of one head here: with a mask torch has no fast kernel for groups.
         grouped = query.unflatten(1, (key.shape[1], -1))
         found = scaled_dot_product_attention(grouped, keys[:rows], values[:rows], attn_mask=mask, scale=layer.scale)
         return found.flatten(1, 2)
@@ -169,21 +162,34 @@ class ContiguousSequences:
         return f"{str(self.memory.dtype).removeprefix('torch.')}, contiguous"
 
     def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
+        """Return which implementation serves how many layers."""
         return {f"torch attention on {self.device.type}": len(self.memory)}
 
 
-def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [rows, heads, D], the last of keys and values [1, KV heads, length, D] -> [rows, heads, D]."""
-    rows, length = len(query), keys.shape[2]
-    query = query.transpose(0, 1)[None]
-    if rows == length:
-        mask = None
-    elif query.is_cuda:  # a mask of numbers would keep torch from its fast kernels
-        mask = causal_lower_right(rows, length)
-    else:
-        mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-    gqa = query.shape[1] != keys.shape[1]
-    out = scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-    )
-    return out[0].transpose(0, 1)
+def cache_for(
+    decoder: Decoder, name: str, sequences: int, max_len: int, num_pages: int | None = None
+) -> PagedSequences | ContiguousSequences:
+    """Make the cache of that name (one of CACHES) for a batch.
+
+    `auto` is the model's calibrated cache, else pages of bfloat16 for a model of that dtype, else contiguous memory. Raises UsageError for an unknown
+    name, and for `calibrated` where the model has no calibration."""
+    if name not in CACHES:
+        raise UsageError(f"the cache {name!r} is unknown", f"choose one of {', '.join(CACHES)}")
+    state = getattr(decoder.model, "kv_state", None)
+    calibration = state.calibration if state is not None and state.mode == "cache" else None
+    if name == "calibrated" and calibration is None:
+        raise UsageError("the model has no calibrated cache", "make one: `tilepress compress kv`")
+    if name == "bfloat16" or (name == "auto" and calibration is None and _pages_serve(decoder)):
+        calibration = uncalibrated(KVFormat(decoder.head_dim, 16), decoder.kv_heads, len(decoder.layers))
+    if name == "contiguous" or calibration is None:
+        size = len(decoder.layers), decoder.kv_heads, decoder.head_dim
+        return ContiguousSequences(*size, decoder.dtype, decoder.device, sequences, max_len)
+    return PagedSequences(calibration, decoder.device, sequences, max_len, num_pages)
+
+
+def _pages_serve(decoder: Decoder) -> bool:
+    """Whether pages of bfloat16 lose nothing, and on a card have a kernel."""
+    if decoder.dtype != torch.bfloat16 or decoder.head_dim % 32:
+        return False
+    form = KVFormat(decoder.head_dim, 16)
+    return decoder.device.type != "cuda" or decode_attention.why_not(decoder.device, form, decoder.dtype) is None

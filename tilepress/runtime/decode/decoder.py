@@ -149,11 +149,9 @@ class Decoder:
         family = family_of(model, "model")
         names, body = family.names, part(model, family.names.body)
         sizes = tuple(heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads))
-        with torch.inference_mode():
-            self.embedding, self.final_norm = (
-                part(body, names.embedding),
-                Norm(part(body, names.final_norm), family.norm),
-            )
+        with torch.no_grad():  # not inference mode: the model can be trained after its weights were merged
+            self.embedding = part(body, names.embedding)
+            self.final_norm = Norm(part(body, names.final_norm), family.norm)
             self.embedded_positions = part(body, names.positions) if family.positions == LEARNED else None
             self.turns = self._tables(body, max_len) if family.positions == HALVES else None
             self.layers = [Layer.of(layer, family, sizes, self.turns or ()) for layer in part(body, names.layers)]

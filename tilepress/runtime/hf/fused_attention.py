@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from tilepress.kernels.kv_cache import KINDS
 from tilepress.models.families import RMS, family_of, heads_of
+from tilepress.runtime.attention import Rope
 from tilepress.runtime.hf.subclasses import change_forward
 
 
 def install(model: nn.Module) -> None:
-    """Called once, by the paged cache's own install."""
+    """Change the attention modules of known classes. Called once, by the paged cache's own install."""
     for module in list(model.modules()):
         if _fits(module):
             module.family = family_of(module, "attention")
@@ -31,7 +32,7 @@ def install(model: nn.Module) -> None:
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """Those that `install` changed."""
+    """Return the modules that `install` changed."""
     return [module for module in model.modules() if type(module).forward is forward]
 
 
@@ -57,7 +58,9 @@ def forward(
     past_key_values=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """hidden_states [batch, positions, hidden size], or what takes its place for the projections; position_embeddings are cos and sin
+    """Return what the output projection gives, and None in place of attention weights.
+
+    hidden_states are [batch, positions, hidden size], or what takes its place for the projections; position_embeddings are cos and sin
     [batch or 1, positions, rotary], their halves alike."""
     cache = self.kv_state.current
     if cache is None or cache is not past_key_values or not _serves(hidden_states, cache):
@@ -70,15 +73,14 @@ def forward(
     query, key, value = (x.view(*hidden_states.shape[:2], -1, self.head_dim) for x in projected)
     if self.family.norm != RMS and norms:  # the op rounds before the product: theirs run by their own modules
         (query, key), norms = [norm(x) for norm, x in zip(norms, (query, key), strict=True)], []
-    weights, eps = [norm.weight for norm in norms] or (None, None), norms[0].variance_epsilon if norms else 0.0
     cos, sin = (x[..., : x.shape[-1] // 2] for x in position_embeddings)
-    alone = query.shape[1] == 1  # the other path dequantizes keys: it wants the query as it is
-    query = cache.rope_append(self.layer_idx, query, key, value, weights, eps, cos, sin, fold=alone)
-    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded=alone)
+    rope = Rope(cos, sin, tuple(norm.weight for norm in norms), norms[0].variance_epsilon) if norms else Rope(cos, sin)
+    query = cache.rope_append(self.layer_idx, query, key, value, rope)
+    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded=query.shape[1] == 1)
     return getattr(self, names.out)(out.flatten(2)), None
 
 
 def _serves(hidden_states: Tensor, cache) -> bool:
-    """Whether the op does: it has no gradients (`Cache.update` refuses them), and takes one dtype, which autocast mixes."""
+    """Whether the op serves a pass: it has no gradients (`Cache.update` refuses them), and takes one dtype, which autocast mixes."""
     trains = cache.trains() and torch.is_grad_enabled()
     return hidden_states.dtype in KINDS and not trains and not torch.is_autocast_enabled(hidden_states.device.type)

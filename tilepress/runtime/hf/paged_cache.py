@@ -1,10 +1,8 @@
 """An attention cache of quantized pages for transformers models: `generate` fills it, attention reads it.
 
-`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that
-it has alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives
-them slots, and an attention function of our own reads the pages; attention modules of the common form use fewer and larger ops
-(fused_attention.py). Whatever the attention sees is what the cache holds, in prefill too: cutting a text into other pieces changes results by
-rounding alone (which may tip a value from one code to the next).
+`PagedCache` holds a batch of sequences, each a list of pages of 64 tokens. Padding takes no place in it: a sequence in a batch has the rows that it has
+alone. `install` makes a model use it: a hook before the model's forward pass finds out which of the new positions are real and gives them slots, and an
+attention function of our own reads the pages (runtime/attention.py). Attention modules of the common form use fewer and larger ops (fused_attention.py).
 """
 
 import contextlib
@@ -17,83 +15,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
-from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
-from tilepress.runtime.hf import fused_attention
+from tilepress.runtime import attention
+from tilepress.runtime.attention import PagePool, Rope
+from tilepress.runtime.hf import fused_attention, hooks
 
-ops = torch.ops.tilepress
 ATTENTION = "tilepress_kv"
-
-
-class PagePool:
-    """The pages of all layers, uint8 [num_pages, KV heads, page_bytes] each, and their calibration. Fixed in number, or doubling when they run out.
-
-    Sequences that begin alike (beams) share full pages: a page is free once all its users have given it back.
-    """
-
-    def __init__(self, calibration: KVCalibration, device: torch.device | str, num_pages: int | None = None):
-        self.grows, form = num_pages is None, calibration.form
-        self.pages = [
-            torch.empty(num_pages or 0, calibration.kv_heads, form.page_bytes, dtype=torch.uint8, device=device)
-            for _ in calibration.layers
-        ]
-        self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
-        self.free = list(range(num_pages or 0))[::-1]
-        self.users = [0] * (num_pages or 0)
-
-    @property
-    def total(self) -> int:
-        return self.pages[0].shape[0]
-
-    def take(self, count: int) -> list[int]:
-        """Raises TilepressError, and takes nothing, if there are not so many."""
-        if count > len(self.free):
-            lacking = count - len(self.free)
-            if not self.grows:
-                raise TilepressError(
-                    f"the cache needs {self.total + lacking} pages of {PAGE_TOKENS} tokens, it has {self.total}",
-                    "make it with more num_pages, or give it fewer and shorter sequences",
-                )
-            self._grow(max(lacking, self.total))
-        taken = [self.free.pop() for _ in range(count)]
-        for page in taken:
-            self.users[page] = 1
-        return taken
-
-    def share(self, pages: list[int]) -> None:
-        """One more user for each."""
-        for page in pages:
-            self.users[page] += 1
-
-    def give(self, pages: list[int]) -> None:
-        """Back from one user."""
-        for page in pages:
-            self.users[page] -= 1
-            if not self.users[page]:
-                self.free.append(page)
-
-    def move(self, layer: int, device: torch.device) -> None:
-        """A layer's pages and calibration to where its keys are; nothing where they are there."""
-        if self.pages[layer].device != device:
-            self.pages[layer] = self.pages[layer].to(device)
-            self.sides[layer] = tuple(side.to(device) for side in self.sides[layer])
-
-    def copy(self, page: int, to: int) -> None:
-        for pages in self.pages:
-            pages[to] = pages[page]
-
-    def _grow(self, count: int) -> None:
-        self.free = [*range(self.total, self.total + count)][::-1] + self.free
-        self.users += [0] * count
-        for i, old in enumerate(self.pages):
-            self.pages[i] = torch.cat([old, old.new_empty(count, *old.shape[1:])])
 
 
 class _Layer(CacheLayerMixin):
@@ -156,19 +88,19 @@ class PagedCache(Cache):
 
     @property
     def columns(self) -> int:
-        """Positions that the first layer has, padding included: what transformers calls the cache's length."""
+        """Return the positions that the first layer has, padding included: what transformers calls the cache's length."""
         return self.real.shape[1] - (self._new if 0 in self._awaited else 0)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         return self.real.sum(1).tolist()
 
     def trains(self) -> bool:
         return self.training
 
     def begin(self, real: Tensor) -> None:
-        """Gives slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
+        """Give slots to the next positions: real bool [batch, positions], False for padding. Raises TilepressError, and changes nothing, if
         the pool is too small; UsageError if the batch is another or the pass before did not come to its end."""
         if self._awaited:
             raise UsageError("the pass before stopped in the middle: some layers lack its tokens", "use a new cache")
@@ -198,6 +130,7 @@ class PagedCache(Cache):
         self.tables = tables
         self.real = torch.cat([self.real if self.real.numel() else real.new_empty(real.shape[0], 0), real], 1)
         self._awaited, self._new = set(range(len(self.pool.pages))), real.shape[1]
+        self.padded = not bool(self.real.all())
         most = max(1, *map(len, tables))
         table = torch.tensor([row + [0] * (most - len(row)) for row in tables], dtype=torch.int32)
         positions = lengths[:, None] + real.long().cumsum(1) - 1
@@ -207,7 +140,7 @@ class PagedCache(Cache):
         self.announced(self.pool.pages[0].device)
 
     def announced(self, device: torch.device) -> _Announced:
-        """What `begin` found, copied to a device once for all its layers."""
+        """Return what `begin` found, copied to a device once for all its layers."""
         if device not in self._announced:
             found = self._announced[torch.device("cpu")]
             if device.type == "cuda":  # pinned, or else the host waits for the card here
@@ -216,11 +149,10 @@ class PagedCache(Cache):
         return self._announced[device]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key, value [batch, KV heads, positions, D] of the positions that `begin` announced."""
+        """Store key and value [batch, KV heads, positions, D] of the positions that `begin` announced."""
         self._expect(layer, key, value)
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        slots = self.announced(key.device).slots
-        ops.kv_append(self.pool.pages[layer], *rows, slots, *self._quantization(layer))
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        self.pool.append(layer, key, key, value, self.announced(key.device).slots, None, False)
         self._awaited.remove(layer)
 
     def rope_append(
@@ -229,25 +161,20 @@ class PagedCache(Cache):
         query: Tensor,  # [batch, positions, heads, D], as its projection gives it
         key: Tensor,  # [batch, positions, KV heads, D]
         value: Tensor,  # [batch, positions, KV heads, D]
-        norms: tuple[Tensor | None, Tensor | None],  # weights [D] of the RMS norms of queries and of keys
-        eps: float,  # of both
-        cos: Tensor,  # [batch or 1, positions, rotary / 2]
-        sin: Tensor,  # [batch or 1, positions, rotary / 2]
-        fold: bool,
+        rope: Rope,  # cos and sin [batch or 1, positions, rotary / 2]
     ) -> Tensor:
-        """Appends the positions that `begin` announced after norms and RoPE, and returns the query after them, in the shape that it has; with `fold`
-        as `attend` takes it for one position (kernels/rope_append.py)."""
+        """Store the positions that `begin` announced after norms and RoPE, and return the query after them, in the shape that it has; the query of one
+        position comes folded, as `attend` takes it."""
         self._expect(layer, key, value)
         rows = [x.flatten(0, 1) for x in (query, key, value)]
-        turns = [x.expand(len(query), -1, -1).flatten(0, 1) for x in (cos, sin)]
-        biases, interleaved, slots = (None, None, None), False, self.announced(key.device).slots
-        between = (*biases, *norms, eps, *turns, interleaved, fold, slots)
-        out = ops.rope_append(self.pool.pages[layer], *rows, *between, *self._quantization(layer))
+        cos, sin = (x.expand(len(query), -1, -1).flatten(0, 1) for x in rope[:2])
+        slots, fold = self.announced(key.device).slots, query.shape[1] == 1
+        out = self.pool.append(layer, *rows, slots, rope._replace(cos=cos, sin=sin), fold)
         self._awaited.remove(layer)
         return out.view(query.shape)
 
     def _expect(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
+        """Check what comes before a layer's append. Raises UsageError where `begin` did not, TilepressError for values that are not finite."""
         if layer not in self._awaited:
             raise UsageError(
                 "the paged cache was not told of these positions", "call the causal language model, not its base model"
@@ -257,35 +184,18 @@ class PagedCache(Cache):
             check_finite(layer, key, value)
         self.pool.move(layer, key.device)
 
-    def _quantization(self, layer: int) -> tuple:
-        """The last arguments of an op that appends: `Quantization` of kernels/kv_cache.py."""
-        (keys, values), form, calibration = self.pool.sides[layer], self.calibration.form, self.calibration
-        return *keys, *values, form.bits, form.group_size, form.static, calibration.rotate, calibration.refits
-
     def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False) -> Tensor:
-        """query [batch, heads, positions, D] of the positions that `begin` announced -> [batch, positions, heads, D]. A query that is `folded` has
-        the keys' scale and rotation already; only one of one position may be."""
-        (keys, values), form = self.pool.sides[layer], self.calibration.form
-        sides, rotate = (*keys[:2], *values[:2]), self.calibration.rotate
-        pages, shape = self.pool.pages[layer], (form.bits, form.group_size, form.static)
-        positions, _, block_table, seq_lens = self.announced(query.device)
+        """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D] of the positions that `begin` announced. With `folded`
+        a query of one position has the keys' scale and rotation already."""
+        positions, _, table, seq_lens = self.announced(query.device)
         if query.shape[2] == 1:
-            if folded:
-                sides, rotate = (None, *sides[1:]), False
-            args = (pages, block_table, seq_lens, scale, *sides, *shape, rotate)
-            return ops.decode_attention(query[:, :, 0].contiguous(), *args)[:, None]
-        most = max(self.lengths)
-        args = (pages, block_table, seq_lens, most, *sides, query.shape[-1], *shape, rotate, query.dtype)
-        key, value = ops.kv_read(*args)
-        # A padded query attends to the first key: what it gives is not used.
-        allowed = torch.arange(most, device=query.device) <= positions.clamp(min=0)[:, :, None]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return out.transpose(1, 2)
+            return self.pool.decode(layer, query[:, :, 0], table, seq_lens, scale, folded)[:, None]
+        # What a padded query gives is not used.
+        padded = positions if self.padded else None
+        return self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded).transpose(1, 2)
 
     def free(self) -> None:
-        """Gives all pages back."""
+        """Give all pages back."""
         for table in getattr(self, "tables", []):
             self.pool.give(table)
         self.tables: list[list[int]] = []  # of each sequence
@@ -297,7 +207,7 @@ class PagedCache(Cache):
     reset = free
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes sequence beam_idx[i], with which it shares pages until one of them writes."""
+        """Make sequence i what beam_idx[i] is, with which it shares pages until one of them writes."""
         chosen = beam_idx.tolist()
         tables = [list(self.tables[i]) for i in chosen]
         for table in tables:
@@ -313,7 +223,7 @@ class PagedCache(Cache):
         self.reorder_cache(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
+        """Take the last -tokens_to_remove positions of every sequence away; a positive number is the length to keep."""
         count = -tokens_to_remove if tokens_to_remove < 0 else self.columns - tokens_to_remove
         if tokens_to_remove == 0 or count <= 0:
             return
@@ -331,7 +241,7 @@ class PagedCache(Cache):
 
 
 def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
-    """Raises TilepressError naming the layer."""
+    """Check that keys and values are finite. Raises TilepressError naming the layer."""
     if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
         raise TilepressError(
             f"layer {layer} gives keys or values that are not finite", "the model overflows in its dtype"
@@ -349,13 +259,13 @@ class KVState:
 
     @property
     def current(self) -> PagedCache | None:
-        """The cache of the pass that this thread runs."""
+        """Return the cache of the pass that this thread runs."""
         return self.active.get(threading.get_ident())
 
 
 @contextlib.contextmanager
 def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
-    """The model's cache in another mode; of no effect on models without one."""
+    """Put the model's cache into another mode for a while; models without one stay as they are."""
     state: KVState | None = getattr(model, "kv_state", None)
     before = state and state.mode
     try:
@@ -368,7 +278,7 @@ def cache_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
 
 
 def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
-    """Makes a transformers model use the paged cache wherever it would make itself a dynamic one.
+    """Make a transformers model use the paged cache wherever it would make itself a dynamic one.
 
     An empty DynamicCache that is given to a pass becomes a PagedCache; a filled one and other kinds of cache serve as they are.
     Raises TilepressError if the calibration has other layers, heads or head dimensions than the model."""
@@ -384,8 +294,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
             ),
             "calibrate again: `tilepress compress kv`",
         )
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    hooks.register_attention(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     model.kv_state = KVState(calibration)
     for module in model.modules():
@@ -397,7 +306,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
 
 
 def _before_forward(model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Puts our cache in the place of a new dynamic one, and announces the positions of this pass."""
+    """Put our cache in the place of a new dynamic one, and announce the positions of this pass."""
     state: KVState = model.kv_state
     state.active.pop(threading.get_ident(), None)
     if args:
@@ -438,7 +347,7 @@ def _after_forward(model, args: tuple, output) -> None:
 
 
 def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, **kwargs):
-    """query [batch, heads, positions, D] -> ([batch, positions, heads, D], None)."""
+    """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D], and None in place of its weights."""
     state: KVState | None = getattr(module, "kv_state", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
@@ -457,7 +366,7 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
 
 
 def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key, value [batch, KV heads, tokens, D] as they would come back from the cache."""
+    """Return key and value [batch, KV heads, tokens, D] as they would come back from the cache."""
     calibration, where = state.calibration, (layer, key.device)
     check_finite(layer, key, value)
     if where not in state.sides:
@@ -471,13 +380,9 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
 
 
 def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
-    """What serves how many layers in a mode of the cache."""
+    """Return which implementation serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
-    layers, form = len(calibration.layers), calibration.form
     if mode == "cache":
-        fused = len(fused_attention.modules(model))
-        found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused}
-        found |= {kv_read.path(device): layers, decode_attention.path(device, form, model.dtype): layers}
-        return {name: count for name, count in found.items() if count}
-    quantized = f"of keys and values through {form.name} and back " if mode == "sim" else ""
-    return {f"torch attention {quantized}on {device.type}": layers}
+        return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)))
+    quantized = f"of keys and values through {calibration.form.name} and back " if mode == "sim" else ""
+    return {f"torch attention {quantized}on {device.type}": len(calibration.layers)}

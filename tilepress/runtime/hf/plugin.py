@@ -9,8 +9,7 @@ unexpected or of another shape raises: a model with a random layer is worse than
 from pathlib import Path
 
 import torch
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilepress.formats import TilepressError
@@ -25,6 +24,7 @@ from tilepress.formats.checkpoint import (
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.models.experts import SeparateExperts, place_of
+from tilepress.runtime.hf import hooks
 from tilepress.runtime.hf.int8_layers import fuse
 from tilepress.runtime.linear.packed import PackedLinear, packed_linear
 
@@ -34,10 +34,7 @@ _VERIFY = "`tilepress verify DIR` lists every finding"
 
 def register() -> None:
     """Makes from_pretrained know artifacts; calling it again does nothing."""
-    if METHOD in AUTO_QUANTIZER_MAPPING:
-        return
-    register_quantization_config(METHOD)(TilepressConfig)
-    register_quantizer(METHOD)(TilepressQuantizer)
+    hooks.add_quantizer(METHOD, TilepressConfig, TilepressQuantizer)
 
 
 class TilepressConfig(QuantizationConfigMixin):
