@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support.artifacts import few_words, prune, quantize
+from support.decoding import alone, decoded
 from support.families import FAMILIES as CONFIGS, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from tilepress.formats.checkpoint import Checkpoint, read_json
 from tilepress.models import families
 from tilepress.models.families import FAMILIES, family_of, heads_of, part
 from tilepress.runtime.decode import decoder
-from tilepress.runtime.decode.generation import generate
 
 NAMED = [family for family in FAMILIES if family.names is not None]
 SERVED = [family for family in NAMED if family.decodes or family.int8_layers]
@@ -167,6 +167,4 @@ def test_decoded_as_generate_does(checkpoint_of, tmp_path, family):
     """Greedy tokens of the lean pass over smoothed INT8 weights: those of transformers' generate over the fused layers, and over plain weights' nearly."""
     quantize(checkpoint_of(family), tmp_path / "out", smooth="0.5", text=few_words())
     model, prompts = tilepress.load(tmp_path / "out", dtype=torch.float32), [[5, 9, 2, 77, 130], list(range(10, 60))]
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 10}
-    expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
-    assert generate(model, prompts, 10, stop=[]) == expected
+    assert decoded(model, prompts, 10) == alone(model, prompts, 10)
