@@ -101,8 +101,8 @@ class Partition:
 
     @classmethod
     def of(cls, model: nn.Module, group: TensorParallel, name: str) -> "Partition":
-        """Return a rank's part of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass does not know, and for heads
-        that cannot be shared."""
+        """Return a rank's part of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass
+        does not know, and for heads that cannot be shared."""
         family = family_of(model, "model")
         if family is None or not family.decodes:
             served = ", ".join(dict.fromkeys(family.prefix for family in FAMILIES if family.decodes))
