@@ -56,12 +56,12 @@ FAMILIES = {
     "biogpt": ("BioGptConfig", _COMMON | {"hidden_size": 128, "intermediate_size": 128, "pad_token_id": 1}),
     "mistral": ("MistralConfig", _GQA | {"sliding_window": 24}),
     "qwen3": ("Qwen3Config", _GQA | {"head_dim": 32}),
-    "phi3": ("Phi3Config", _GQA | {"pad_token_id": 0, "eos_token_id": 0}),
+    "phi3": ("Phi3Config", _GQA | {"pad_token_id": 299}),
     "phi3-partial": (
         "Phi3Config",
         _GQA
         | {
-            "pad_token_id": 0,
+            "pad_token_id": 299,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
     ),
@@ -72,7 +72,7 @@ FAMILIES = {
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
             "sliding_window": 128,
-            "pad_token_id": 0,
+            "pad_token_id": 299,
             "num_hidden_layers": 2,
             "layer_types": ["sliding_attention", "full_attention"],
             "max_position_embeddings": 512,

@@ -27,7 +27,7 @@ from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
 from tilepress.runtime.hf import paged_cache as kv_cache
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial"]
 
 
 def calibrate(source, output, text=None, **settings):

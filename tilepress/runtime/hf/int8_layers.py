@@ -33,7 +33,7 @@ class _Multiplied(Int8Linear):
 
 
 def fuse(model: nn.Module) -> int:
-    """Merges projections and fuses norms and activations with quantization where a decoder layer fits; returns how many do. Dropout is left out."""
+    """Merge projections and fuse norms and activations with quantization where a decoder layer fits; return how many do. Dropout is left out."""
     count = 0
     for layer in list(model.modules()):
         family = family_of(layer, "layer")

@@ -40,9 +40,9 @@ VERIFY = "`tilepress verify DIR` lists every finding"
 
 @dataclass(frozen=True)
 class Part:
-    """Of a layer's outputs and inputs those that a rank has; None: all. `sums`: its outputs are summed over the ranks.
+    """The outputs (`rows`) and inputs (`cols`) of a layer that a rank has; None: all. `sums`: its outputs are summed over the ranks.
 
-    `others` are more outputs behind `rows`, where one matrix holds several projections."""
+    `others` are further outputs behind `rows`, where one stored matrix holds several projections."""
 
     rows: Span | None = None
     cols: Span | None = None
@@ -78,7 +78,7 @@ class _Heads:
 
     @property
     def queries(self) -> Span:
-        """Of the columns of q, and of what the output projection takes."""
+        """The rank's columns of q, which are also those that its output projection takes."""
         return self.own[0] * self.dim, self.own[1] * self.dim
 
     @property
@@ -87,7 +87,7 @@ class _Heads:
 
     @property
     def projected(self) -> list[tuple[int, Span]]:
-        """Of q, of k and of v: all columns, and a rank's among them."""
+        """The number of columns of q, of k and of v, each with the rank's among them."""
         keys = self.kv_count * self.dim, self.keys
         return [(self.count * self.dim, self.queries), keys, keys]
 
@@ -102,8 +102,8 @@ class Partition:
 
     @classmethod
     def of(cls, model: nn.Module, group: TensorParallel, name: str) -> "Partition":
-        """Of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass does not know, and for heads
-        that cannot be shared."""
+        """Return a rank's part of a whole model, which may be empty. Raises UsageError, with the model's name, for an architecture that the lean pass
+        does not know, and for heads that cannot be shared."""
         family = family_of(model, "model")
         if family is None or not family.decodes:
             served = ", ".join(dict.fromkeys(family.prefix for family in FAMILIES if family.decodes))
