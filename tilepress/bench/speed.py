@@ -14,7 +14,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -24,6 +24,8 @@ from torch import nn
 from tilepress.bench import kernels as bench
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
+from tilepress.kernels.arch import Path, references
+from tilepress.runtime.decode.backends import ModelBackend
 from tilepress.runtime.decode.generation import Engine, Request
 from tilepress.runtime.parallel.group import TensorParallel
 
@@ -228,7 +230,7 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
 
     engine = _agreed(group, make)
     paths = engine.paths()
-    _refuse_references(device, paths)
+    _refuse_references(device, paths, isinstance(engine.backend, ModelBackend))
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(protocol.seed)
     prompt = torch.randint(vocabulary, (protocol.context,), generator=generator).tolist()
@@ -255,15 +257,16 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
         "bytes_per_step": read,
         "share_of_read": read and bandwidth and read / step_s / 1e9 / bandwidth,
         "runs": {"ttft_ms": [1000 * seconds for seconds in ttft], "tpot_ms": [1000 * seconds for seconds in tpot]},
-        "paths": paths,
+        "paths": {str(path): count for path, count in paths.items()},
         "step": shares,
     }
 
 
-def _refuse_references(device: torch.device, paths: dict[str, int]) -> None:
-    slow = [path for path in paths if " reference" in path or "own forward pass" in path]
+def _refuse_references(device: torch.device, paths: Iterable[Path | str], is_own: bool) -> None:
+    """Raise UsageError where a card would run references, or all of the model's own forward pass (`is_own`)."""
+    slow = list(paths) if is_own else references(paths)
     if device.type == "cuda" and slow:
-        raise UsageError(f"this card would run {'; '.join(slow)}", "only kernels are timed")
+        raise UsageError(f"this card would run {'; '.join(map(str, slow))}", "only kernels are timed")
 
 
 def _start(engine: Engine, request: Request, batch: int) -> float:

@@ -22,9 +22,13 @@ from tilepress.formats.kv_int4 import (
     write_pages,
 )
 from tilepress.kernels import jit, library
+from tilepress.kernels.arch import Path
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
+CACHE_TAKES = (
+    "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
+)
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 QUANTIZATION = (
     f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits"
@@ -132,7 +136,7 @@ class Quantization:
         write_pages(pages, slots, *rows, form)
 
     def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[int, ...]:
-        """The first ones of a kernel that appends."""
+        """Return the first arguments of a kernel that appends, as CACHE_TAKES names them."""
         return (
             pages.data_ptr(),
             slots.data_ptr(),
@@ -160,12 +164,13 @@ def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *qua
 
 
 def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps) -> str:
-    return jit.source("kv_append.cu", **row_macros(form, dtype), **steps.macros)
+    return jit.source("sm80_kv_append.cu", **row_macros(form, dtype), **steps.macros)
 
 
 @functools.cache
 def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kernel:
-    return jit.Kernel("kv_append", append_source(form, dtype, steps), THREADS, overlaps=True)
+    takes = f"{CACHE_TAKES} key* value* key_token:8 key_head:8 value_token:8 value_head:8 heads"
+    return jit.Kernel("kv_append", append_source(form, dtype, steps), takes, THREADS, overlaps=True)
 
 
 def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
@@ -220,7 +225,6 @@ def _(pages, *_):
     return None
 
 
-def path(device: torch.device) -> str:
-    """Which implementation serves a device: what results report."""
-    why = jit.why_not(device)
-    return f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+def path(device: torch.device) -> Path:
+    """Return which implementation serves a device."""
+    return Path("kv_append", device.type, jit.why_not(device))

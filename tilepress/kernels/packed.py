@@ -76,7 +76,8 @@ def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:
 def multiply_decoded(
     x: Tensor, bias: Tensor | None, rows: int, tile: tuple[int, int], decode: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
-    """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape."""
+    """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape.
+    A bias is added in float32 and the sum is rounded once, as the kernels do."""
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-x.shape[1] // tile[1])
     with torch.no_grad():  # out= has no gradient
@@ -87,5 +88,12 @@ def multiply_decoded(
             if bias is None:
                 torch.mm(x, dense, out=out)
             else:
-                torch.addmm(bias[first:last], x, dense, out=out)
+                torch.add(_wide_product(x, dense), bias[first:last], out=out)
     return y
+
+
+def _wide_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [n, cols] times w [cols, rows] in float32, or in their own dtype if it is as wide."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x @ w
+    return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()

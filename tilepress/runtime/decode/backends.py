@@ -11,6 +11,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.kernels import decode_attention
+from tilepress.kernels.arch import Path, references
 from tilepress.runtime.decode.cache import ContiguousSequences, PagedSequences
 from tilepress.runtime.decode.decoder import Decoder, why_not
 from tilepress.runtime.hf import paged_cache as kv_cache
@@ -37,7 +38,7 @@ class LeanBackend:
             else:
                 self.cache = PagedSequences(calibration, decoder.device, places, max_len, num_pages)
         # References look at numbers on the host, which no graph can.
-        self.captures = decoder.device.type == "cuda" and not any(" reference" in path for path in self.paths())
+        self.captures = decoder.device.type == "cuda" and not references(self.paths())
         self.fits, self.begin, self.end = self.cache.fits, self.cache.begin, self.cache.end
 
     def prefill(self, place: int, tokens: Tensor, first: int) -> Tensor:
@@ -49,7 +50,7 @@ class LeanBackend:
         """tokens, positions int64 [rows] of the first places, -1 where none is -> logits [rows, vocabulary]."""
         return self.decoder.forward(tokens, positions, self.cache, self.cache.decoding(positions))
 
-    def paths(self) -> dict[str, int]:
+    def paths(self) -> dict[Path | str, int]:
         decoder = self.decoder
         return decoder.paths() | self.cache.paths(decoder.dtype, decoder.turns is not None)
 
@@ -95,7 +96,7 @@ class ModelBackend:
         some = next(row for row in rows if row is not None)
         return torch.cat([torch.zeros_like(some) if row is None else row for row in rows])
 
-    def paths(self) -> dict[str, int]:
+    def paths(self) -> dict[Path | str, int]:
         return {f"transformers' own forward pass ({self.why})": 1} | paths(self.model, "cache")
 
 

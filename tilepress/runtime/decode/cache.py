@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
+from tilepress.kernels.arch import Path
 from tilepress.runtime.hf.paged_cache import PagePool
 
 ops = torch.ops.tilepress
@@ -107,7 +108,7 @@ class PagedSequences:
     def name(self) -> str:
         return f"{self.calibration.form.name}, paged"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
+    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
         first = rope_append.path(self.device) if turns else kv_cache.path(self.device)
         attention = decode_attention.path(self.device, self.calibration.form, dtype)
         return dict.fromkeys((first, kv_read.path(self.device), attention), len(self.pool.pages))
@@ -168,7 +169,7 @@ class ContiguousSequences:
     def name(self) -> str:
         return f"{str(self.memory.dtype).removeprefix('torch.')}, contiguous"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
+    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
         return {f"torch attention on {self.device.type}": len(self.memory)}
 
 

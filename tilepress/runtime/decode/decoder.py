@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 from transformers.activations import ACT2FN
 
 from tilepress.kernels import fused_norm, fused_quant
+from tilepress.kernels.arch import Path
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.merged import merge
 from tilepress.runtime.linear.sparse import SparseLinear
@@ -256,9 +257,9 @@ class Decoder:
         x, _ = self.final_norm(x[last], residual[last])
         return self.lm_head(x)
 
-    def paths(self, rows: int = 1) -> dict[str, int]:
+    def paths(self, rows: int = 1) -> dict[Path | str, int]:
         """Which implementation serves how many products, norms and activations of a pass with so many rows."""
-        found: dict[str, int] = {}
+        found: dict[Path | str, int] = {}
         linears = [x for layer in self.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
         for linear in [*linears, self.lm_head]:
             for part in _alone(linear):
@@ -275,7 +276,7 @@ class Decoder:
             found |= {f"sums over {group.name}": 2 * len(self.layers), f"logits of {group.name}, gathered": 1}
         return found
 
-    def _norm_paths(self) -> Iterator[str]:
+    def _norm_paths(self) -> Iterator[Path | str]:
         """Of norms and activations, by what they make."""
         where, hidden = (self.device, self.dtype), len(self.final_norm.weight)
         for layer in self.layers:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import PAGE_TOKENS
+from tilepress.kernels.arch import Path
 from tilepress.runtime.decode import sampling
 from tilepress.runtime.decode.backends import backend_for
 from tilepress.runtime.decode.decoder import most_positions
@@ -316,7 +317,7 @@ class Engine:
         self.backend.end(one.place)
         self._free.add(one.place)
 
-    def paths(self) -> dict[str, int]:
+    def paths(self) -> dict[Path | str, int]:
         """Which implementation serves how many parts of a decode step, and how it is launched."""
         how = "a CUDA graph for each size of batch" if self.graphs else "launched op by op"
         return self.backend.paths() | {f"decode steps: {how}": 1}

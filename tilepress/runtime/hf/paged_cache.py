@@ -26,6 +26,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
+from tilepress.kernels.arch import Path
 from tilepress.runtime.hf import fused_attention
 
 ops = torch.ops.tilepress
@@ -470,7 +471,7 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     return found[0], found[1]
 
 
-def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
+def paths(model: torch.nn.Module, mode: str) -> dict[Path | str, int]:
     """What serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     layers, form = len(calibration.layers), calibration.form

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
+from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
 _TENSORS = ("weight", "weight_scale", "input_scale", "input_zero_point", "bias")
@@ -81,7 +82,7 @@ class Int8Linear(nn.Module):
             self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
 
     @property
-    def path(self) -> str:
+    def path(self) -> Path:
         """The implementation that serves this layer where it is now."""
         device, dtype = self.weight.device, self.weight_scale.dtype
         if self.scheme.activations == "none":

@@ -7,6 +7,7 @@ from tilepress.formats.sparse import Packed, module_of
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm
+from tilepress.kernels.arch import Path
 
 
 class SparseLinear(nn.Module):
@@ -39,7 +40,7 @@ class SparseLinear(nn.Module):
         """x [..., in_features] -> [..., out_features]."""
         raise NotImplementedError
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         """The implementation that serves this layer where it is now, for n rows of activations of a dtype."""
         raise NotImplementedError
 
@@ -70,7 +71,7 @@ class TiledCSLLinear(SparseLinear):
             x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
         )
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n)
 
 
@@ -101,7 +102,7 @@ class TiledBitmapLinear(SparseLinear):
             self.group,
         )
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
 
 

@@ -1,5 +1,5 @@
 // W [rows, cols] from a tiled bitmap (formats/tiled_bitmap.py), sm_80 and later: a block reads a tile into shared memory, its warps read their runs as
-// tiled_bitmap_spmm.cu does, and the tile is written out by rows.
+// sm90_tiled_bitmap_spmm.cu does, and the tile is written out by rows.
 //
 // Grid: tiles. 256 threads. Dynamic shared memory: a dense tile, and the largest tile that the format has. Macros: those of tiled_bitmap.cuh.
 

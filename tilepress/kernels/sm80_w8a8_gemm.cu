@@ -1,4 +1,4 @@
-// The product of w8a8_gemm.cu on mma.sync, sm_80 and later, for any shape and alignment: exact, not tuned.
+// The product of sm90_w8a8_gemm.cu on mma.sync, sm_80 and later, for any shape and alignment: exact, not tuned.
 //
 // A block of four warps has a tile of 64 rows of w by 64 tokens; w is operand A. 64 columns of k of both are in shared memory, in rows 80 bytes apart, which
 // meet no bank twice, while the next ones are on their way in registers.
