@@ -22,7 +22,6 @@ from support.artifacts import CARD, STACKED, WIDE_OPT, few_words, prune
 
 from tilepress import demo
 from tilepress.cli import terminal as screen
-from tilepress.cli.app import _explain, app
 from tilepress.text import Text
 
 screen.quiet_libraries()
@@ -55,6 +54,8 @@ class Ran:
 @pytest.fixture
 def cli(capfd):
     """Runs a command in this process as `main` does: exit code, stdout, stderr."""
+    pytest.importorskip("typer")
+    from tilepress.cli.app import _explain, app
 
     def run(*words) -> Ran:
         capfd.readouterr()

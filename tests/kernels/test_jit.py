@@ -283,6 +283,8 @@ def test_a_launch_that_the_driver_refuses_is_told():
 @pytest.mark.gpu
 def test_a_signature_that_is_not_the_kernels_is_told():
     x = torch.zeros(64, device="cuda")
-    for takes, args in (("x* n", (64,)), ("x* n:8 by", (64, 1)), ("x* by& n", (jit.ByValue.of(torch.ones(2)), 1))):
-        with pytest.raises(TilepressError, match="kernel add takes 3 arguments: 8 bytes, 4 bytes, 4 bytes"):
+    for takes, args in (("x* n", (64,)), ("x* n:8 by", (64, 1))):
+        with pytest.raises(TilepressError, match="kernel add takes 3 arguments: 8 bytes, 4 bytes, 4 bytes; its launch"):
             jit.Kernel("add", ADD, takes, 64)(x.device, 1, x.data_ptr(), *args)
+    with pytest.raises(TilepressError, match=r"n \(a structure\), by .*; got 3 .* n is a structure of 8 bytes"):
+        jit.Kernel("add", ADD, "x* n& by", 64)(x.device, 1, x.data_ptr(), jit.ByValue.of(torch.ones(2)), 1)
