@@ -49,10 +49,10 @@
 #define WARPS (OWN_X ? (LOADER + 4) / 4 * 4 : LOADER + 2)      // whole warpgroups, or the herald
 #define X_AT (WINDOWS * WINDOW)
 #define BARS_AT (X_AT + X_SLOTS * X_BYTES)
-// Named barriers, the last two the first of several.
-// All warps meet once, when mbarriers and cuts are there. Consumers and the others wait at barriers of their own: each
-// is waited for in one place, as compute-sanitizer's synccheck asks.
-enum { OTHERS_READY = 0, CONSUMERS_READY = 15 };
+// All warps meet once, when mbarriers and cuts are there. Each role waits at a barrier of its own, in one place, as
+// compute-sanitizer's synccheck asks; consumers make the mbarriers, all warps the cuts, which consumers read.
+enum { PRODUCERS_READY = 0, LOADER_READY = 14, CONSUMERS_READY = 15 };
+// Other named barriers, the last two the first of several.
 enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER + CONSUMERS };
 
 #if OWN_X
@@ -123,20 +123,17 @@ __device__ __forceinline__ void fill_with_zeros(u32 window, int lane, int rank, 
   for (int i = rank; i < TILE_BYTES / 512; i += team) sts_zero(window + (i * 32 + lane) * 16);
 }
 
-__device__ __forceinline__ void load(uint4 (&q)[GROUPS], const uint4* words, const Chunk& chunk, int lane) {
-#pragma unroll
-  for (int g = 0; g < GROUPS; ++g) ldg128_if(q[g], words + chunk.at + g * 32 + lane, g * 32 + lane < chunk.count);
-}
-
-// Scatters every WINDOWS-th tile of the run, whose first chunk is on its way in `even`. While a chunk is scattered the
-// next one is on its way.
-__device__ __forceinline__ void produce(Stream& stream, Chunk first, uint4 (&even)[GROUPS], u32 window, u32 full,
-                                        u32 empty, int team, int lane) {
-  uint4 odd[GROUPS];
-  Chunk second;             // empty behind the last tile
+// Scatters every WINDOWS-th tile of the run. While a chunk is scattered the next one is on its way.
+__device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u32 empty, int team, int lane) {
+  uint4 even[GROUPS], odd[GROUPS];
   int held = -1;            // 16-byte words of the last tile, whose places `hold` has; -1: it has not
   u32 hold[GROUPS][2];
   int t = 0;
+  const auto load = [&](uint4(&q)[GROUPS], const Chunk& chunk) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      ldg128_if(q[g], stream.words + chunk.at + g * 32 + lane, g * 32 + lane < chunk.count);
+  };
   const auto empty_window = [&] {
     wait(empty, (t - 1) & 1);
     if (UNSCATTER && held >= 0) {
@@ -150,10 +147,16 @@ __device__ __forceinline__ void produce(Stream& stream, Chunk first, uint4 (&eve
       fill_with_zeros(window, lane, UNSCATTER ? 0 : stream.rank, UNSCATTER ? 1 : TEAM);
     }
   };
+  stream.start();
+  Chunk first = stream.next(), second;                     // empty behind the last tile
+  load(even, first);
+  fill_with_zeros(window, lane, stream.rank, TEAM);
+  bar_arrive(CONSUMERS_READY, WARPS * 32);
+  bar_sync(PRODUCERS_READY, LOADER * 32);
   const auto step = [&](const uint4 (&q)[GROUPS], const Chunk& now, uint4 (&others)[GROUPS], Chunk& next) {
     arrived(q[0].x);
     next = stream.next();
-    load(others, stream.words, next, lane);
+    load(others, next);
     if (now.first) {
       if (t) empty_window();
       if (TEAM > 1) bar_sync(team, TEAM * 32); else __syncwarp();
@@ -337,7 +340,8 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
       }
       fence_bar_init();
     }
-    bar_arrive(OTHERS_READY, WARPS * 32);
+    bar_arrive(PRODUCERS_READY, LOADER * 32);
+    bar_arrive(LOADER_READY, (WARPS - LOADER + FIRST_PRODUCER) * 32);
     bar_sync(CONSUMERS_READY, WARPS * 32);
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid();
@@ -345,22 +349,25 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
     return;
   }
   give_registers<PRODUCER_REGISTERS>();
-  const int p = warp - FIRST_PRODUCER, window = p / TEAM;
-  const u32 its_window = base + window * WINDOW;
-  Stream stream;
-  Chunk first;
-  uint4 even[GROUPS];
-  stream.tiles = warp < LOADER ? (run.end - run.begin - window + WINDOWS - 1) / WINDOWS : 0;
-  if (stream.tiles > 0) {
+  if (warp < LOADER) {
+    const int p = warp - FIRST_PRODUCER, window = p / TEAM,
+              tiles = (run.end - run.begin - window + WINDOWS - 1) / WINDOWS;
+    Stream stream;
     stream.words = words; stream.offsets = offsets;
+    stream.tiles = tiles;
     stream.first_tile = run.end - 1 - window;
     stream.tiles_of_w = tiles_of_w;
     stream.rank = p % TEAM;
-    stream.start();
-    first = stream.next();
-    load(even, words, first, lane);
-    fill_with_zeros(its_window, lane, stream.rank, TEAM);
-  } else if (warp == LOADER && lane == 0) {
+    if (tiles > 0) {
+      produce(stream, base + window * WINDOW, bars.full + 8 * window, bars.empty + 8 * window, TEAM_BARRIER + window,
+              lane);
+    } else {                                               // nothing to wait for
+      bar_arrive(CONSUMERS_READY, WARPS * 32);
+      bar_arrive(PRODUCERS_READY, LOADER * 32);
+    }
+    return;
+  }
+  if (warp == LOADER && lane == 0) {
 #if !OWN_X
     const int words_end = cuts.at[blockIdx.x + 1].word,
               ahead = min(words_end - cuts.at[blockIdx.x].word, WINDOWS * TEAM * CHUNK16);
@@ -369,13 +376,10 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
     prefetch_map(&x);
   }
   bar_arrive(CONSUMERS_READY, WARPS * 32);
-  bar_sync(OTHERS_READY, WARPS * 32);
-  if (stream.tiles > 0) {
-    produce(stream, first, even, its_window, bars.full + 8 * window, bars.empty + 8 * window, TEAM_BARRIER + window,
-            lane);
-  } else if (warp == LOADER) {
+  bar_sync(LOADER_READY, (WARPS - LOADER + FIRST_PRODUCER) * 32);
+  if (warp == LOADER) {
     if (lane == 0) load_x(&x, run, base + X_AT, bars);
-  } else if (CONSUMERS == 1 && warp > LOADER && run.end % k_blocks && run.end > run.begin) {
+  } else if (CONSUMERS == 1 && run.end % k_blocks && run.end > run.begin) {
     // The herald: the rows at the run's end belong to the next block too.
     bar_sync(HERALD_BARRIER, 128 + 32);
     if (lane == 0) parts.announce(blockIdx.x);
