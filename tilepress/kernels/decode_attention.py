@@ -45,7 +45,7 @@ class Cache(NamedTuple):
     rotate: bool
 
     def form_for(self, query: Tensor) -> KVFormat:
-        """How the pages store rows. Raises ValueError for queries of other sequences or heads."""
+        """Return how the pages store rows. Raises ValueError for queries of other sequences or heads."""
         (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
         lengths, tables = len(self.seq_lens), len(self.block_table)
         if not batch == lengths == tables:
@@ -96,7 +96,8 @@ def decode_attention_ref(query: Tensor, *args) -> Tensor:
 
 
 def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """The same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are none.
+    """Return the same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are
+    none.
     With it, attention over parts of a sequence can be put together."""
     out, lse = _attend(query, Cache(*args))
     return out.to(query.dtype), lse
@@ -206,7 +207,7 @@ def shape_for(form: KVFormat, tiles: int, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def _load(chosen: Configuration, device: torch.device) -> None:
-    """Both shapes: which one serves depends on the batch and the table's width, and a graph cannot load one."""
+    """Load both shapes: which one serves depends on the batch and the table's width, and a graph cannot load one."""
     for tokens in (0, 1 << 40):
         warps, unit = shape_for(chosen.form, chosen.tiles, tokens)
         _kernel(replace(chosen, warps=warps, unit=unit)).load(device)

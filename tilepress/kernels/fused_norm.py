@@ -61,7 +61,7 @@ _THREADS = 128  # of a block that has a piece of a row: so few start beside any 
 
 
 def configuration_of(op: int, columns: int, is_full: bool) -> Configuration:
-    """For a card that is full of rows, or is not."""
+    """Return the configuration for rows of an op, for a card that is full of them or is not."""
     if op == fused_quant.SILU_MUL:
         return Configuration(_THREADS, 1, -(-columns // (8 * _THREADS)))
     return configuration_for(columns, is_full)

@@ -168,7 +168,8 @@ def _kernel(chosen: Configuration, op: int, static: int, vectors: bool, dtype: t
 
 
 def configuration_for(columns: int, is_full: bool) -> Configuration:
-    """For a card that is full of rows: several of them in a multiprocessor, as few threads each as hold it. Else all threads that a row can use."""
+    """Return a row's configuration. A card that is full of rows has several in a multiprocessor, with as few threads each as hold it; otherwise a row
+    has all threads that it can use."""
     eights = -(-columns // 8)
     least = -(-eights // 1024)
     parts = max(least, min(4, eights // 128)) if is_full else least

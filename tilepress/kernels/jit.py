@@ -55,7 +55,7 @@ def why_not(device: torch.device) -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """What this machine lacks to compile kernels, or None."""
+    """Return what this machine lacks to compile kernels, or None."""
     try:
         from cuda.bindings import driver  # noqa: F401
         from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401
@@ -66,7 +66,7 @@ def missing() -> str | None:
 
 
 def compile_cubin(name: str, source: str, arch: str) -> tuple[bytes, str]:
-    """A cubin and the compiler's log, with registers and spills. Raises TilepressError with the log."""
+    """Return a cubin and the compiler's log, with registers and spills. Raises TilepressError with the log."""
     from cuda.core import Program
 
     log: list[str] = []
@@ -91,7 +91,8 @@ def _options(arch: str):
 
 
 def cached_cubin(name: str, source: str, arch: str, again: bool = False) -> bytes:
-    """The same from disk, compiled and kept if it is not there, or `again`; a folder that cannot be written only costs the next process its time."""
+    """Return a cubin from disk, compiled and kept if it is not there, or `again`. A folder that cannot be written only costs the next process its
+    time."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     try:
@@ -144,7 +145,7 @@ def _driver():
 
 
 def _bind_context(device: int) -> None:
-    """Makes torch's context current in a thread that has not used the device yet."""
+    """Make torch's context current in a thread that has not used the device yet."""
     from cuda.bindings import driver
 
     context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
@@ -268,7 +269,7 @@ class Kernel:
 
 
 def capture_number(stream: int) -> int:
-    """Of the capture that the stream, an address, is in: no two captures of a process have the same. 0: it is in none."""
+    """Return the number of the capture that a stream, given by its address, is in, or 0: no two captures of a process have the same."""
     from cuda.bindings import driver
 
     found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
@@ -277,8 +278,8 @@ def capture_number(stream: int) -> int:
 
 
 def zeros_for_good(device: torch.device, nbytes: int) -> int:
-    """The address of zeros on a device that nobody frees, outside of torch's memory: what torch calls now may run in the memory of a graph. Waits for
-    the card."""
+    """Return the address of zeros on a device that nobody frees. They lie outside of torch's memory, because what torch allocates now may belong to
+    a graph. Waits for the card."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -290,7 +291,7 @@ def zeros_for_good(device: torch.device, nbytes: int) -> int:
 
 
 def float_bits(value: float) -> int:
-    """A float argument of a launch."""
+    """Return the bits of a float, as an argument of a launch."""
     return struct.unpack("I", struct.pack("f", value))[0]
 
 
@@ -305,7 +306,7 @@ class ByValue:
 
     @classmethod
     def of(cls, array: Tensor) -> "ByValue":
-        """A contiguous tensor on the CPU. All arguments of a launch together are less than 4 KiB."""
+        """Make one of a contiguous tensor on the CPU. All arguments of a launch together are less than 4 KiB."""
         return cls(array, array.data_ptr(), array.nbytes)
 
 
@@ -313,8 +314,8 @@ _MAP_BYTES = 128  # of a CUtensorMap
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ByValue:
-    """A CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges: of an int8 or 16-bit
-    matrix [rows, columns], contiguous rows, 16-byte aligned. Kept for matrices at the same address."""
+    """Return a CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges. The matrix
+    is int8 or 16-bit [rows, columns] with contiguous rows, 16-byte aligned. Maps are kept for matrices at the same address."""
     rows, columns = matrix.shape
     address, device = matrix.data_ptr(), matrix.device.index
     stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything

@@ -49,16 +49,16 @@ class _Read(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of keys and of values."""
+        """The shape of keys and of values."""
         return self.seq_lens.shape[0], self.pages.shape[1], self.max_len, self.head_dim
 
     @property
     def calibration(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels take it."""
+        """The calibration's tensors in the order in which kernels take them."""
         return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
 
     def check(self) -> KVFormat:
-        """The format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+        """Return the format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
         sequences, heads, max_len, dim = self.shape
         form = KVFormat(dim, self.bits, self.group_size, self.static)
         check_pages(self.pages, heads, form)
@@ -78,7 +78,7 @@ class _Read(NamedTuple):
 
     @property
     def suits_kernels(self) -> bool:
-        """Of arguments that are checked: whether they lie as sm80_kv_read.cu reads and writes them, on a card with kernels."""
+        """Whether the arguments, already checked, lie as sm80_kv_read.cu reads and writes them, on a card with kernels."""
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None
@@ -112,7 +112,7 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def source(form: KVFormat, dtype: torch.dtype) -> str:
-    """Of a kernel that gives keys and values in a dtype."""
+    """Return the source of a kernel that gives keys and values in a dtype."""
     return jit.source("sm80_kv_read.cu", **row_macros(form, dtype))
 
 

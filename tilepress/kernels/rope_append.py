@@ -1,4 +1,4 @@
-"""What stands between the projections of attention and attention: biases, norms of queries and keys, RoPE and the append to the paged cache, one op.
+"""What stands between attention's projections and attention, as one op: biases, norms of queries and keys, RoPE, the append to the paged cache.
 
     query, key, value -> + bias -> RMS norm over a head -> RoPE -> the query
                                    (queries and keys)          key and value into their pages, as kv_append stores them
@@ -118,7 +118,7 @@ class _Rows:
         return self.query_bias, self.key_bias, self.value_bias, self.query_norm, self.key_norm
 
     def check(self, pages: Tensor, how: Quantization) -> KVFormat:
-        """The format of rows. Raises ValueError for what does not fit together."""
+        """Return the format of rows. Raises ValueError for what does not fit together."""
         query, key, cos, sin = self.query, self.key, self.cos, self.sin
         if not query.dim() == key.dim() == self.value.dim() == 3:
             raise ValueError(

@@ -16,7 +16,7 @@ THREADS = 256
 
 
 def macros(dtype: torch.dtype, value_dtype: torch.dtype, group: int) -> dict[str, int]:
-    """Of tiled_bitmap.cuh, for x or dense weights of a dtype."""
+    """Return the macros of tiled_bitmap.cuh, for x or dense weights of a dtype."""
     return {
         "GROUP": group,
         "WIDTH": group * value_dtype.itemsize,

@@ -69,12 +69,13 @@ class Configuration:
 
     @property
     def most_blocks(self) -> int:
-        """Of a multiprocessor."""
+        """Most blocks of a multiprocessor."""
         return {8: 3, 16: 3, 32: 2, 64: 2, 128: 1}[self.columns]
 
     @property
     def fewest_slots(self) -> int:
-        """Of one block of several. Fewer blocks, and registers that they leave to the next kernel, are worth more to a model than to a product alone."""
+        """Fewest slots of one block of several. Fewer blocks, and registers that they leave to the next kernel, are worth more to a model than to a
+        product alone."""
         return 4 if self.columns <= 16 else 2
 
     @property
@@ -86,7 +87,7 @@ class Configuration:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and of another thread, 0 for equal shares."""
+        """Registers of a consumer's and of another thread, 0 for equal shares."""
         return (112, 32) if self.pairs == 2 else (0, 0)
 
     @property
@@ -113,7 +114,7 @@ class Configuration:
 
 
 class Plan(NamedTuple):
-    """How a weight is multiplied."""
+    """How a weight is multiplied: one launch."""
 
     kernel: jit.Kernel
     chosen: Configuration
@@ -123,7 +124,7 @@ class Plan(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Of a weight."""
+    """What is known of a weight."""
 
     tile_bytes: int  # of its largest tile, in whole lines
     runs: dict[int, Tensor]  # of so many blocks
@@ -137,8 +138,8 @@ def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
 
 
 def runs_of(offsets: Tensor, blocks: int, tile_cost: int = _TILE_COST) -> Tensor:
-    """What the kernel reads of so many blocks' runs, int32: the tile that each one's begins with, and the end; from the next multiple of 4 on, four numbers of
-    each: its first tile, its end, where the words of its last tile begin and end."""
+    """Return what the kernel reads of so many blocks' runs, int32: the tile that each one's begins with, and the end; from the next multiple of 4
+    on, four numbers of each: its first tile, its end, where the words of its last tile begin and end."""
     begins = cuts_of(offsets, tile_cost, blocks)[:, 0]
     first, end = begins[:-1], begins[1:]
     each = torch.stack([first, end, offsets[(end - 1).clamp(min=0)], offsets[end]], 1).int()
@@ -218,7 +219,7 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
 
 
 def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> bool:
-    """Whether one launch takes n rows of x, or decoding and cuBLAS do."""
+    """Return whether one launch takes n rows of x, or decoding and cuBLAS do."""
     is_here = arch.kernel_for("tiled_bitmap_spmm", device) is not None
     return is_here and dtype == weight_dtype and n <= MOST_ROWS[group]
 

@@ -69,7 +69,7 @@ class Configuration:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and of another thread, 0 for equal shares."""
+        """Registers of a consumer's and of another thread, 0 for equal shares."""
         return (160, 96) if self.columns == 256 else (0, 0)
 
     @property
@@ -78,13 +78,13 @@ class Configuration:
         return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
     def shared_bytes(self, grid: int) -> int:
-        """Of a block, in a launch of so many."""
+        """Return the dynamic shared memory of a block in a launch of so many, in bytes."""
         bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
         cuts = grid + 1 if self.consumers == 2 else 0
         return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * cuts
 
     def source(self, grid: int) -> str:
-        """For a launch of so many blocks."""
+        """Return the source for a launch of so many blocks."""
         macros = {
             "NT": self.columns,
             "CONSUMERS": self.consumers,
@@ -135,7 +135,7 @@ _X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
 def configuration(density: float, columns: int, dtype: torch.dtype) -> Configuration:
-    """For a weight with this share of words, and one of COLUMNS."""
+    """Return the configuration for a weight with this share of words, and one of COLUMNS."""
     mean = 256 * tiled_csl.TILE_ROWS * density  # bytes of a tile's words
     tile = mean + 4 * mean**0.5  # and two standard deviations of a random tile
     chosen = next(choice for choice in _TABLE[columns] if tile <= choice.most)
@@ -144,7 +144,7 @@ def configuration(density: float, columns: int, dtype: torch.dtype) -> Configura
 
 
 def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
-    """Which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
+    """Return which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
     add up what the others have left, one after the other."""
     if n <= 64:
         return next(columns for columns in COLUMNS if n <= columns)
@@ -158,7 +158,7 @@ def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
 
 
 def make_cuts(offsets: Tensor, parts: int) -> Tensor:
-    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1, 2] on the CPU, tiles and their offsets. Waits
+    """Return where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1, 2] on the CPU, tiles and their offsets. Waits
     for the device."""
     return cuts_of(offsets.cpu(), _TILE_COST, parts)
 
@@ -194,7 +194,7 @@ def _mma_kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
 def _planned(
     n: int, words: int, rows: int, cols: int, dtype: torch.dtype, grid: int
 ) -> tuple[Configuration, jit.Kernel]:
-    """For n rows of x and a weight of so many words."""
+    """Return configuration and kernel for n rows of x and a weight of so many words."""
     chosen = configuration(words / (rows * cols), columns_for(n, rows, cols, grid), dtype)
     return chosen, _kernel(chosen, grid)
 

@@ -34,7 +34,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh
 
 @functools.cache
 def cpu_adds_exactly() -> bool:
-    """Whether torch._int_mm does on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
+    """Return whether torch._int_mm adds exactly on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
     for value in (127, -128):
         x = torch.full((32, 64), value, dtype=torch.int8, device="cpu")
         if not all(bool((torch._int_mm(a, x.t()) == 64 * value**2).all()) for a in (x, x[:1])):
@@ -88,7 +88,7 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        """Of consumers and a loader warp, or a group of them where consumers need its registers."""
+        """Threads of consumers and a loader warp, or a group of such warps where consumers need its registers."""
         return 32 * (4 * self.groups + (4 if self.is_large else 1))
 
     @property
@@ -158,7 +158,7 @@ def mma_source(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _table() -> dict[int, list[tuple[int, int, Configuration]]]:
-    """By M: N, K and the configuration that was fastest for them, as `tilepress eval kernels w8a8 --tune` measured on an H200."""
+    """Return by M: N, K and the configuration that was fastest for them, as `tilepress eval kernels w8a8 --tune` measured on an H200."""
     table: dict[int, list[tuple[int, int, Configuration]]] = {}
     for m, n, k, *chosen, _us in json.loads((jit.FOLDER / "w8a8_gemm.json").read_text())["rows"]:
         table.setdefault(m, []).append((n, k, Configuration(*chosen)))
@@ -167,7 +167,7 @@ def _table() -> dict[int, list[tuple[int, int, Configuration]]]:
 
 @functools.lru_cache(maxsize=4096)
 def configuration_for(m: int, n: int, k: int) -> Configuration:
-    """That of the nearest weight in the table, for the least M there that is not below m."""
+    """Return the configuration of the nearest weight in the table, for the least M there that is not below m."""
     table = _table()
     rows = table[min((known for known in table if known >= m), default=max(table))]
     _, _, chosen = min(rows, key=lambda row: 2 * abs(math.log2(n / row[0])) + abs(math.log2(k / row[1])))
@@ -176,7 +176,7 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
 
 @dataclass
 class _Known:
-    """Of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
+    """What is known of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
 
     multiplied: int | None = None
     summed: int | None = None
@@ -189,7 +189,7 @@ _KNOWN: WeakIdKeyDictionary = (
 
 
 def _known(weight: Tensor) -> tuple[_Known, int]:
-    """And its version now."""
+    """Return what is known of a weight, and its version now."""
     of_owner = _KNOWN.setdefault(weight if weight._base is None else weight._base, {})
     return of_owner.setdefault(
         (weight.data_ptr(), weight.shape), _Known()
@@ -197,7 +197,7 @@ def _known(weight: Tensor) -> tuple[_Known, int]:
 
 
 def is_settled(weight: Tensor) -> bool:
-    """Whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
+    """Return whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
     known, version = _known(weight)
     was, known.multiplied = known.multiplied, version
     return was == version
@@ -309,13 +309,13 @@ def check_scales(
 
 
 def _served(device: torch.device, out_dtype: torch.dtype, number_dtypes: Iterable[torch.dtype], k: int) -> bool:
-    """Whether kernels take scales and bias of these dtypes, and k columns."""
+    """Return whether kernels take scales and bias of these dtypes, and k columns."""
     known = out_dtype in (torch.bfloat16, torch.float16) and all(dtype in KINDS for dtype in number_dtypes)
     return jit.why_not(device) is None and known and k <= _MOST_WITH_ZERO_POINT
 
 
 def uses_wgmma(device: torch.device, n: int, k: int) -> bool:
-    """Whether the kernel for sm_90 serves a weight [n, k]."""
+    """Return whether the kernel for sm_90 serves a weight [n, k]."""
     return arch.kernel_for("w8a8_gemm", device) == "w8a8_gemm" and k % 16 == 0 and n % 8 == 0
 
 
