@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from support.commands import Commands
+from support.optional import pytest_make_collect_report  # noqa: F401
 from support.ranks import Ranks
 from support.stock import Stock
 
