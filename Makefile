@@ -5,7 +5,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
-.PHONY: demo test clean
+.PHONY: demo test test-gpu clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -14,6 +14,11 @@ test: $(READY)
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/ruff format --check --quiet
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+
+# Every test that needs a card, wherever it stands. A machine with a card brings its own torch: no .venv is made, PYTHON runs them,
+# and test modules that need a package which it lacks are skipped.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
 
 clean:
 	rm -rf $(VENV)

@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from support.commands import Commands
+from support.optional import pytest_make_collect_report  # noqa: F401
 from support.ranks import Ranks
 from support.stock import Stock
 
@@ -22,7 +23,6 @@ from support.artifacts import CARD, STACKED, WIDE_OPT, few_words, prune
 
 from tilepress import demo
 from tilepress.cli import terminal as screen
-from tilepress.cli.app import _explain, app
 from tilepress.text import Text
 
 screen.quiet_libraries()
@@ -55,6 +55,8 @@ class Ran:
 @pytest.fixture
 def cli(capfd):
     """Runs a command in this process as `main` does: exit code, stdout, stderr."""
+    pytest.importorskip("typer")
+    from tilepress.cli.app import _explain, app
 
     def run(*words) -> Ran:
         capfd.readouterr()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.cards import HAS_WGMMA
 from torch.nn.attention import SDPBackend
 
 from tilepress.bench import attention
@@ -11,6 +12,7 @@ from tilepress.bench.attention import KINDS, Shape, cases, form_of, lengths
 from tilepress.cli.app import _SHAPES
 from tilepress.cli.terminal import kernels_text
 from tilepress.formats import TilepressError, UsageError
+from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
 SMALL = Shape(5, 8, 2, 70, 64, True)
@@ -152,9 +154,9 @@ def pretended(monkeypatch):
     monkeypatch.setattr(
         attention, "time_us", lambda launch, copies, guess: [launch(copies - 1)] and (next(times), 0.01)
     )
-    monkeypatch.setattr(attention.decode_attention, "path", lambda *_: "decode_attention kernel on cuda")
-    monkeypatch.setattr(attention.rope_append, "path", lambda *_: "rope_append kernel on cuda")
-    monkeypatch.setattr(attention.kv_read, "path", lambda *_: "kv_read kernel on cuda")
+    monkeypatch.setattr(attention.decode_attention, "path", lambda *_: Path("decode_attention", "cuda"))
+    monkeypatch.setattr(attention.rope_append, "path", lambda *_: Path("rope_append", "cuda"))
+    monkeypatch.setattr(attention.kv_read, "path", lambda *_: Path("kv_read", "cuda"))
 
 
 def test_rows_by_the_references(pretended):
@@ -193,9 +195,11 @@ def test_rows_by_the_references(pretended):
 
 @pytest.mark.parametrize("which", ["decode_attention", "rope_append"])
 def test_references_are_not_timed(pretended, monkeypatch, which):
-    said = f"{which} reference (int4) on cuda (the kernel needs a Hopper card)"
-    monkeypatch.setattr(getattr(attention, which), "path", lambda *_: said)
-    with pytest.raises(TilepressError, match="only kernels are timed"):
+    reference = Path(which, "cuda", "the kernel needs a Hopper card", "int4")
+    monkeypatch.setattr(getattr(attention, which), "path", lambda *_: reference)
+    with pytest.raises(
+        TilepressError, match=rf"only kernels are timed.* {which} reference \(int4\) on cuda \(the kernel"
+    ):
         attention.attention([SMALL], ["int4"], [torch.float16], lambda _: None)
 
 
@@ -224,7 +228,7 @@ def test_dense_attention_takes_the_fastest_call(monkeypatch):
 
 @pytest.mark.gpu
 def test_rows_of_a_small_run():
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not HAS_WGMMA:
         pytest.skip("needs a Hopper card")
     shape = Shape(16, 8, 2, 500, 128, True)
     found = attention.attention(

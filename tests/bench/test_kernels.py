@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.cards import HAS_WGMMA
 
 from tilepress.bench import int8_kernels, kernels
 from tilepress.cli.terminal import kernels_text
@@ -89,7 +90,7 @@ def test_reading_compiles_for_both_architectures():
 
 @pytest.mark.gpu
 def test_rows_of_a_small_run():
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not HAS_WGMMA:
         pytest.skip("needs a Hopper card")
     cases = [(1024, 2048)], [1, 16, 4096], [0.8], [torch.bfloat16], lambda _: None
     found = json.loads(json.dumps(kernels.spmm(list(kernels.LAYOUTS), *cases)))
@@ -128,7 +129,7 @@ def test_rows_of_a_small_run_of_fused_ops():
 
 @pytest.mark.gpu
 def test_a_tuned_table_is_read_back(tmp_path, monkeypatch):
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not HAS_WGMMA:
         pytest.skip("needs a Hopper card")
     found = int8_kernels.tune([(1024, 2048)], [8], lambda _: None)
     int8_kernels.write_table(found, tmp_path / "w8a8_gemm.json")

@@ -1,6 +1,7 @@
 """Decode speed: what a result holds and how its figures hang together, on a CPU; on a card that kernels alone are timed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import tilepress
 from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.kernels.arch import Path
 from tilepress.runtime.loader import load
 
 SMALL = Protocol((1, 3), context=20, new_tokens=2, runs=2, chunk=12)
@@ -119,14 +121,13 @@ def test_others_are_timed_by_their_own_pass_on_a_cpu(checkpoint_of):
 
 def test_a_card_times_no_reference():
     here, there = torch.device("cpu"), torch.device("cuda")
-    for path in (
-        "tiled_csl_spmm reference on cuda (the card is older than sm_80)",
-        "transformers' own forward pass (x)",
-    ):
-        _refuse_references(here, {path: 1})
-        with pytest.raises(UsageError, match="this card would run"):
-            _refuse_references(there, {path: 1, "torch linear on cuda": 2})
-    _refuse_references(there, {"tiled_csl_spmm kernel on cuda": 1})
+    reference = Path("tiled_csl_spmm", "cuda", "the card is older than sm_80")
+    told = "tiled_csl_spmm reference on cuda (the card is older than sm_80)"
+    for path, is_own, message in ((reference, False, told), ("transformers' own forward pass (x)", True, "own")):
+        _refuse_references(here, [path], is_own)
+        with pytest.raises(UsageError, match=re.escape("this card would run ") + f".*{re.escape(message)}"):
+            _refuse_references(there, [path, "torch linear on cuda"], is_own)
+    _refuse_references(there, [Path("tiled_csl_spmm", "cuda"), "torch linear on cuda"], False)
 
 
 def test_memory_that_tensors_share_counts_once(checkpoint_of):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilepress.formats import TilepressError
-from tilepress.kernels import jit
+from tilepress.kernels import arch, jit
 
 core = pytest.importorskip("cuda.core")
 ADD = 'extern "C" __global__ void add(float* x, int n, int by) { const int i = blockIdx.x * 64 + threadIdx.x; if (i < n) x[i] += by; }'
@@ -74,7 +74,7 @@ def driver(monkeypatch):
     def launch(config, handle, pointers, extra):
         c = jit._Config.from_address(config)
         addresses = (ctypes.c_void_p * 3).from_address(pointers)
-        args = [ctypes.c_ulonglong.from_address(address).value for address in addresses]
+        args = [ctypes.c_ulonglong.from_address(address).value for address in addresses]  # the rest of a slot is 0
         attributes = [c.attributes[i].id for i in range(c.num_attributes)]
         if c.grid[0] == 99:
             return 1
@@ -86,7 +86,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(jit, "_driver", lambda: Driver)
     monkeypatch.setattr(jit, "_bind_context", lambda device: None)
-    monkeypatch.setattr(jit, "capability", lambda device: (8, 0) if device.index == 2 else (9, 0))
+    monkeypatch.setattr(arch, "card", lambda device: arch.card_of(*((8, 0) if device.index == 2 else (9, 0))))
     monkeypatch.setattr(jit.Kernel, "_load", lambda self, device: 70 + device.index)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -96,7 +96,7 @@ def driver(monkeypatch):
 
 def test_what_the_driver_gets(driver):
     by_value = [jit.ByValue.of(torch.tensor([number])) for number in (99, 98)]
-    kernel, device = jit.Kernel("k", "", 96, 5000, overlaps=True), torch.device("cuda", 0)
+    kernel, device = jit.Kernel("k", "", "a:8 b& c", 96, 5000, overlaps=True), torch.device("cuda", 0)
     kernel(device, 12, 2**63 + 1, by_value[0], 3)
     kernel(device, 13, 7, by_value[1], 0)
     assert driver == [
@@ -114,7 +114,7 @@ def test_what_the_driver_gets(driver):
 
 
 def test_threads_have_memory_of_their_own(driver):
-    plain, device, memories, both = jit.Kernel("k", "", 32), torch.device("cuda", 0), [], threading.Barrier(2)
+    plain, device, memories, both = jit.Kernel("k", "", "a b c", 32), torch.device("cuda", 0), [], threading.Barrier(2)
 
     def work(i):
         plain(device, i, i, i, i)
@@ -132,13 +132,85 @@ def test_threads_have_memory_of_their_own(driver):
 
 def test_what_the_driver_refuses_is_told(driver):
     with pytest.raises(TilepressError, match="kernel k was not launched: CUDA error 1"):
-        jit.Kernel("k", "", 32)(torch.device("cuda", 0), 99, 0, 0, 0)
+        jit.Kernel("k", "", "a* b c", 32)(torch.device("cuda", 0), 99, 0, 0, 0)
+
+
+ADDRESS = 0x7F12_3456_7800
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        ((ADDRESS, 5), r"x \(8 bytes\), n \(4 bytes\), by \(4 bytes\); got 2 arguments: 0x7f1234567800, 5"),
+        ((ADDRESS, 5, 1, 1), "got 4 arguments"),
+        ((5, ADDRESS, 1), "x is 5, n is 0x7f1234567800: 5, 0x7f1234567800, 1"),
+        ((ADDRESS, 5, -1), "by is -1"),
+        ((ADDRESS, 5, jit.ByValue(None, 0, 16)), "by is a structure of 16 bytes"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told(driver, args, message):
+    kernel, device = jit.Kernel("add", "", "x* n by", 32), torch.device("cuda", 0)
+    with pytest.raises(TilepressError, match=f"kernel add takes 3 arguments: .*{message}"):
+        kernel(device, 1, *args)
+    kernel(device, 1, ADDRESS, 5, 1)
+    assert driver[0][6] == [ADDRESS, 5, 1]
+
+
+def test_later_launches_are_checked_as_they_are_packed(driver):
+    kernel, device = jit.Kernel("add", "", "x* n by", 32), torch.device("cuda", 0)
+    kernel(device, 1, ADDRESS, 5, 1)
+    for args in ((ADDRESS, 5), (5, ADDRESS, 1), (ADDRESS, 5, -1)):
+        with pytest.raises(TilepressError, match="kernel add takes 3 arguments"):
+            kernel(device, 1, *args)
+    assert len(driver) == 1
+
+
+def test_errors_name_the_file_and_the_line(tmp_path, monkeypatch):
+    """In a source, in a file that it includes, behind it again, in ptx.cuh and in what ptx.py writes."""
+    (tmp_path / "ptx.cuh").write_text("typedef unsigned int u32;\nPTX\n")
+    (tmp_path / "part.cuh").write_text("// a part\n\nPART\n")
+    (tmp_path / "sm80_bad.cu").write_text(
+        '// bad\nFIRST\n#include "part.cuh"\nSECOND\nextern "C" __global__ void bad() {}\n'
+    )
+    monkeypatch.setattr(jit, "FOLDER", tmp_path)
+    places = {
+        "PTX": "ptx.cuh:2",
+        "PART": "part.cuh:3",
+        "FIRST": "sm80_bad.cu:2",
+        "SECOND": "sm80_bad.cu:4",
+        "OWN": "ptx.py:2",
+    }
+    for name, place in places.items():
+        nothing = dict.fromkeys(places, "") | {name: "int nothing() { return missing; }"}
+        with pytest.raises(TilepressError) as told:
+            jit.compile_cubin("bad", jit.source("sm80_bad.cu", "\nOWN\n", **nothing), "sm_80")
+        file, line = place.split(":")
+        assert f'{file}({line}): error: identifier "missing" is undefined' in str(told.value)
+
+
+def test_sources_compile_from_the_lines_of_their_files():
+    text = jit.source("sm90_tiled_csl_spmm.cu", "ptx", NT=8)
+    lines, at, file = {}, 0, None
+    for line in text.splitlines():
+        if line.startswith("#line"):
+            _, at, file = line.split()
+            at = int(at)
+        elif file is not None:
+            lines[file.strip('"'), at] = line
+            at += 1
+    assert {file for file, _ in lines} == {
+        *("ptx.cuh", "ptx.py", "sm90_tiled_csl_spmm.cu"),
+        *("tiled_csl.cuh", "split_sum.cuh", "output.cuh"),
+    }
+    for (file, number), line in lines.items():
+        if file != "ptx.py":
+            assert (jit.FOLDER / file).read_text().splitlines()[number - 1] == line
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text,shared", [(ADD, 0), (BIG, 100_000)], ids=["small", "beyond 48 KB"])
 def test_launches(text, shared):
-    kernel, x = jit.Kernel("add", text, 64, shared), torch.zeros(1000, device="cuda")
+    kernel, x = jit.Kernel("add", text, "x* n by", 64, shared), torch.zeros(1000, device="cuda")
     for by in range(5):
         kernel(x.device, 16, x.data_ptr(), 1000, by)
     assert torch.equal(x, torch.full_like(x, 10.0))
@@ -157,7 +229,7 @@ def test_launches(text, shared):
 
 @pytest.mark.gpu
 def test_threads_launch_at_once():
-    kernel, sums = jit.Kernel("add", ADD, 64), [torch.zeros(64, device="cuda") for _ in range(8)]
+    kernel, sums = jit.Kernel("add", ADD, "x* n by", 64), [torch.zeros(64, device="cuda") for _ in range(8)]
 
     def work(x, by):
         for _ in range(500):
@@ -175,7 +247,7 @@ def test_threads_launch_at_once():
 @pytest.mark.gpu
 def test_a_launch_costs_the_host_less_than_6_us():
     """Or 1.75 times the driver's own part, on slower hosts."""
-    kernel, x = jit.Kernel("add", ADD, 64), torch.zeros(64, device="cuda")
+    kernel, x = jit.Kernel("add", ADD, "x* n by", 64), torch.zeros(64, device="cuda")
     args = (x.data_ptr(), 64, 1)
     kernel(x.device, 1, *args)
     launch = kernel._local.__dict__[x.device.index]
@@ -205,4 +277,14 @@ def test_tensor_maps_are_kept():
 @pytest.mark.gpu
 def test_a_launch_that_the_driver_refuses_is_told():
     with pytest.raises(TilepressError, match="was not launched: CUDA error"):
-        jit.Kernel("add", ADD, 2048)(torch.device("cuda", 0), 1, 0, 0, 0)
+        jit.Kernel("add", ADD, "x* n by", 2048)(torch.device("cuda", 0), 1, 0, 0, 0)
+
+
+@pytest.mark.gpu
+def test_a_signature_that_is_not_the_kernels_is_told():
+    x = torch.zeros(64, device="cuda")
+    for takes, args in (("x* n", (64,)), ("x* n:8 by", (64, 1))):
+        with pytest.raises(TilepressError, match="kernel add takes 3 arguments: 8 bytes, 4 bytes, 4 bytes; its launch"):
+            jit.Kernel("add", ADD, takes, 64)(x.device, 1, x.data_ptr(), *args)
+    with pytest.raises(TilepressError, match=r"n \(a structure\), by .*; got 3 .* n is a structure of 8 bytes"):
+        jit.Kernel("add", ADD, "x* n& by", 64)(x.device, 1, x.data_ptr(), jit.ByValue.of(torch.ones(2)), 1)

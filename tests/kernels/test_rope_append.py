@@ -379,5 +379,5 @@ def test_fold_adds_up(dim):
 
 
 def test_paths_say_what_serves():
-    assert rope_append.path(torch.device("cpu")) == "rope_append reference on cpu"
+    assert str(rope_append.path(torch.device("cpu"))) == "rope_append reference on cpu"
     assert len({*itertools.chain(Case().parts())}) == 25  # the schema's arguments, the pages aside

@@ -5,21 +5,19 @@ import itertools
 
 import pytest
 import torch
+from support.cards import HOPPER, pretend
 from support.kernel_costs import cost
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.int8 import quantize, weight_scale
 from tilepress.formats.tiled_bitmap import TiledBitmap
-from tilepress.kernels import jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
+from tilepress.kernels import arch, jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
 from tilepress.kernels.tiled_bitmap_spmm import COLUMNS, Configuration, blocks_for
 from tilepress.runtime.linear.sparse import TiledBitmapLinear
 
 ops = torch.ops.tilepress
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = arch.HOPPER.block_shared_bytes
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card"
-)
 KINDS = [
     (dtype, int8, group) for dtype in (torch.float16, torch.bfloat16) for int8 in (False, True) for group in (1, 2)
 ]
@@ -205,7 +203,7 @@ def test_what_the_kernel_knows_of_its_runs(blocks):
 def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
     """Without a card: sizes and addresses of one launch."""
     seen = []
-    monkeypatch.setattr(jit, "multiprocessors", lambda device: 132)
+    pretend(monkeypatch, (9, 0))
     monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
     monkeypatch.setattr(tiled_bitmap_spmm, "_planned", tiled_bitmap_spmm._planned.__wrapped__)
     monkeypatch.setattr(
@@ -340,7 +338,7 @@ def test_graphs_replay_and_streams_do_not_meet(n):
 @pytest.mark.parametrize("n", [2500, 4000])
 def test_many_rows_decode(n):
     args, weight = arguments(2200, 1003, (n,), 0.8, (torch.float16, False, 1), True, "cuda")
-    assert "cuBLAS" in tiled_bitmap_spmm.path(args[0].device, torch.float16, torch.float16, n)
+    assert tiled_bitmap_spmm.path(args[0].device, torch.float16, torch.float16, n).decodes
     found, expected = ops.tiled_bitmap_spmm(*args), expected_of(args, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 1e-3
     assert torch.equal(ops.tiled_bitmap_spmm(*args), found)
@@ -379,9 +377,9 @@ def test_other_cards_decode(monkeypatch, capability):
     args, weight = arguments(300, 500, (6,), 0.6, (torch.float16, False, 1), True, "cuda")
     x, words, offsets, scale, _, rows, value_dtype, group = args
     ops.tiled_bitmap_decode(words, offsets, scale, rows, x.shape[1], value_dtype, group)  # compiled for this card
-    monkeypatch.setattr(jit, "capability", lambda device: capability)
+    pretend(monkeypatch, capability)
     path = tiled_bitmap_spmm.path(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16)
-    assert path == "tiled_bitmap_decode kernel and cuBLAS on cuda"
+    assert str(path) == "tiled_bitmap_decode kernel and cuBLAS on cuda"
     assert_right(ops.tiled_bitmap_spmm(*args), args, weight)
 
 

@@ -5,19 +5,16 @@ import itertools
 
 import pytest
 import torch
+from support.cards import H200_BLOCKS, HOPPER, pretend
 from support.kernel_costs import cost
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
-from tilepress.kernels import jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_mma, tiled_csl_spmm
+from tilepress.kernels import arch, jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_spmm
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
 from tilepress.runtime.linear.sparse import TiledCSLLinear
 
 ops = torch.ops.tilepress
-H200_BLOCKS, SHARED_BYTES = 132, 227 * 1024
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card"
-)
 CONFIGURATIONS = sorted(
     {
         configuration(density, columns, dtype)
@@ -172,7 +169,7 @@ def test_which_kernel_takes_what(monkeypatch):
         ((9, 0), ["tiled_csl_spmm"] * 3 + [None]),
         ((8, 6), ["tiled_csl_mma", None, None, None]),
     ):
-        monkeypatch.setattr(jit, "capability", lambda device, capability=capability: capability)
+        pretend(monkeypatch, capability)
         found = [tiled_csl_spmm._kernel_for(n, here, torch.float16, torch.float16) for n in (64, 65, 1536, 1537)]
         assert found == expected
         assert tiled_csl_spmm._kernel_for(1, here, torch.float32, torch.float16) is None
@@ -186,6 +183,19 @@ def test_decoding_by_parts_is_the_whole_product(monkeypatch):
     assert relative_error(tiled_csl_spmm._multiply_decoded(x, packed, args[3]), exact(args, weight)) < 4e-3
     without = tiled_csl_spmm._multiply_decoded(args[0].float(), packed, None)
     assert without.dtype == torch.float32 and relative_error(without, args[0].double() @ weight.t()) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_beyond_one_launch_a_bias_costs_no_rounding_of_its_own(dtype, device):
+    """A bias much larger than the products: rounded once, they are next to float64's; rounded before it is added too, a fifth are not."""
+    args, weight = arguments(300, 256, (65,), 0.8, dtype, True, "cpu")
+    args[3].mul_(50)
+    packed = TiledCSL(*args[1:3], 300, 256, dtype).to(device)
+    found = tiled_csl_spmm._multiply_decoded(args[0].to(device), packed, args[3].to(device)).cpu()
+    expected = (args[0].double() @ weight.double().t() + args[3].double()).to(dtype)
+    twice = (args[0].double() @ weight.double().t()).to(dtype) + args[3]
+    assert float((found != expected).float().mean()) < 0.002 < 0.05 < float((twice != expected).float().mean())
 
 
 def test_cuts_are_made_once_for_a_weight_and_again_when_it_is_written():
@@ -238,7 +248,7 @@ def test_arguments_that_do_not_fit_are_refused():
 def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     """Without a card: sizes and addresses of one launch."""
     seen = []
-    monkeypatch.setattr(jit, "multiprocessors", lambda device: 132)
+    pretend(monkeypatch, (9, 0))
     monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
     monkeypatch.setattr(tiled_csl_spmm, "_planned", tiled_csl_spmm._planned.__wrapped__)
     monkeypatch.setattr(tiled_csl_spmm, "_kernel", lambda chosen, grid: lambda *args: seen.append((chosen, *args)))
@@ -394,10 +404,10 @@ def test_decoding_waits_for_a_product_before_it():
 def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
     x, packed = packed_ops.aligned(args[0]), TiledCSL(*args[1:3], rows, cols, dtype)
-    first = tiled_csl_mma.multiply(x, packed, args[3])
+    first = tiled_csl_spmm.multiply_mma(x, packed, args[3])
     assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
     for _ in range(3):
-        assert torch.equal(tiled_csl_mma.multiply(x, packed, args[3]), first)
+        assert torch.equal(tiled_csl_spmm.multiply_mma(x, packed, args[3]), first)
 
 
 @pytest.mark.gpu
@@ -407,7 +417,7 @@ def test_the_kernel_for_other_cards_reads_no_further_than_x():
     wide[:, :520] = args[0]
     x = packed_ops.aligned(wide[:, :520])
     assert x.stride(0) == 1024
-    found = tiled_csl_mma.multiply(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None)
+    found = tiled_csl_spmm.multiply_mma(x, TiledCSL(*args[1:3], 300, 520, torch.float16), None)
     assert relative_error(found, exact(args, weight)) < 2e-3
     assert relative_error(ops.tiled_csl_spmm(wide[:, :520], *args[1:]), exact(args, weight)) < 2e-3
 
@@ -441,10 +451,10 @@ def test_a_weight_that_is_written_again_is_waited_for():
 @pytest.mark.gpu
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_other_cards_take_it(monkeypatch, capability):
-    monkeypatch.setattr(jit, "capability", lambda device: capability)
+    pretend(monkeypatch, capability)
     here = torch.device("cuda", 0), torch.bfloat16, torch.bfloat16
-    assert tiled_csl_spmm.path(*here, 64) == "tiled_csl_mma kernel on cuda"
-    assert tiled_csl_spmm.path(*here, 65) == "tiled_csl_decode kernel and cuBLAS on cuda"
+    assert str(tiled_csl_spmm.path(*here, 64)) == "tiled_csl_mma kernel on cuda"
+    assert str(tiled_csl_spmm.path(*here, 65)) == "tiled_csl_decode kernel and cuBLAS on cuda"
 
 
 @pytest.mark.gpu
@@ -452,7 +462,7 @@ def test_other_cards_take_it(monkeypatch, capability):
 @pytest.mark.parametrize("rows", [200, 4200])
 def test_other_dtypes_decode(rows):
     args, weight = arguments(rows, 320, (4,), 0.8, torch.bfloat16, True, "cuda")
-    assert "decode" in tiled_csl_spmm.path(args[0].device, torch.float32, torch.bfloat16)
+    assert tiled_csl_spmm.path(args[0].device, torch.float32, torch.bfloat16).decodes
     found = ops.tiled_csl_spmm(args[0].float(), *args[1:])
     assert found.dtype == torch.float32 and relative_error(found, exact(args, weight)) < 2e-3
 
@@ -500,21 +510,21 @@ def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     consumer, other = chosen.registers
     consumers = 128 * chosen.consumers  # what warps take must have been given to the block, or they wait for ever
     assert consumer * consumers + other * (chosen.threads - consumers) <= found["registers"] * chosen.threads
-    assert chosen.shared_bytes(H200_BLOCKS) <= SHARED_BYTES
+    assert chosen.shared_bytes(H200_BLOCKS) <= arch.HOPPER.block_shared_bytes
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", tiled_csl_mma.BLOCKS)
-def test_the_kernel_for_other_cards_compiles(columns, dtype, arch):
+@pytest.mark.parametrize("columns", tiled_csl_spmm.MMA_BLOCKS)
+def test_the_kernel_for_other_cards_compiles(columns, dtype, target):
     pytest.importorskip("cuda.core")
-    found = cost(jit.compile_cubin("tiled_csl_mma", tiled_csl_mma.source(columns, dtype), arch)[1])
+    found = cost(jit.compile_cubin("tiled_csl_mma", tiled_csl_spmm.mma_source(columns, dtype), target)[1])
     assert found["stack"] == found["spills"] == 0
-    assert found["registers"] * 128 * tiled_csl_mma.BLOCKS[columns] <= 65536
+    assert found["registers"] * 128 * tiled_csl_spmm.MMA_BLOCKS[columns] <= 65536
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_decoding_compiles(arch):
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_decoding_compiles(target):
     pytest.importorskip("cuda.core")
-    found = cost(jit.compile_cubin("tiled_csl_decode", tiled_csl_decode.source(), arch)[1])
+    found = cost(jit.compile_cubin("tiled_csl_decode", tiled_csl_decode.source(), target)[1])
     assert found["stack"] == found["spills"] == 0 and found["registers"] <= 64

@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 
+from tilepress.kernels.arch import Path
+
 TIMEOUT_S = 300
 
 
@@ -26,7 +28,7 @@ class Answer:
     bytes: int
     layer_bytes: int
     kv_bytes_per_token: int
-    paths: dict[str, int]
+    paths: dict[Path | str, int]
 
 
 def ask(

@@ -17,6 +17,7 @@ from tilepress.bench.kernels import check_card, check_dtypes, copies_of, environ
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
 from tilepress.kernels import decode_attention, kv_read, rope_append
+from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
 _DEVICE = torch.device("cuda", 0)
@@ -253,9 +254,9 @@ def _error(
     return worst
 
 
-def _check_path(path: str) -> str:
-    """Raises TilepressError where a reference would be timed."""
-    if "kernel" not in path or "reference" in path:
+def _check_path(path: Path) -> Path:
+    """Raise TilepressError where a reference would be timed."""
+    if path.is_reference:
         raise TilepressError(f"only kernels are timed, here runs: {path}", "leave out what no kernel takes")
     return path
 
@@ -278,7 +279,7 @@ def _decode_row(shape: Shape, form: KVFormat, dtype: torch.dtype, variable: bool
     nbytes = stored + 2 * query.nbytes
     us, spread = time_us(launch, len(caches), nbytes / 4e6 + 3)
     measured = {"us": us, "us_spread": spread, "bytes": nbytes, "gbps": nbytes / us / 1000}
-    return measured | {"rel_err": error, "path": decode_attention.path(_DEVICE, form, dtype)}
+    return measured | {"rel_err": error, "path": str(decode_attention.path(_DEVICE, form, dtype))}
 
 
 def _front_row(front: tuple[int, int, int, int], form: KVFormat, dtype: torch.dtype) -> dict:
@@ -320,7 +321,7 @@ def _front_row(front: tuple[int, int, int, int], form: KVFormat, dtype: torch.dt
         "us_floor": floor,
         "us_allowed": _SLACK * floor + _LAUNCH_US,
         "rel_err": error,
-        "path": rope_append.path(_DEVICE),
+        "path": str(rope_append.path(_DEVICE)),
     }
 
 

@@ -92,7 +92,7 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
         "tops": 2 * m * n * k / us / 1e6,
         "gbps": (n * k + m * k + 2 * m * n) / us / 1000,
         "configuration": list(astuple(w8a8_gemm.configuration_for(m, n, k))) if is_wgmma else None,
-        "path": w8a8_gemm.path(codes.device, dtype, dtype, n, k),
+        "path": str(w8a8_gemm.path(codes.device, dtype, dtype, n, k)),
     }
 
 
@@ -115,7 +115,7 @@ def _w8a16_row(x: Tensor, weights: list[Tensor], scale: Tensor) -> dict:
         "tops": 2 * m * n * k / us / 1e6,
         "gbps": (n * k + 2 * m * k + 2 * m * n) / us / 1000,
         "rel_err": error,
-        "path": w8a16_gemm.path(x.device, x.dtype, x.dtype, k, m),
+        "path": str(w8a16_gemm.path(x.device, x.dtype, x.dtype, k, m)),
     }
 
 
@@ -208,7 +208,7 @@ def candidates(m: int) -> list[Configuration]:
 def _fitting(blocks: int, groups: int, tokens: int, k_blocks: int, split: int, together: int) -> Configuration | None:
     """With the most stages of which so many blocks fit a multiprocessor, 3 at least."""
     choices = (Configuration(groups, tokens, k_blocks, stages, split, together) for stages in range(12, 2, -1))
-    return next((chosen for chosen in choices if chosen.fits(blocks, w8a8_gemm.SHARED_BYTES)), None)
+    return next((chosen for chosen in choices if chosen.fits(blocks)), None)
 
 
 def tune(shapes, columns, progress: Callable[[str], None]) -> dict:

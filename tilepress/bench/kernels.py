@@ -144,7 +144,7 @@ def check_card() -> None:
         raise UsageError("no CUDA card is visible", "run it on the machine that the model will run on")
     why = jit.why_not(torch.device("cuda", 0))
     if why is not None:
-        raise UsageError(f"on this card run the references{why}", "only kernels are timed")
+        raise UsageError(f"on this card run the references ({why})", "only kernels are timed")
 
 
 def check_dtypes(dtypes: Iterable[torch.dtype]) -> None:
@@ -196,7 +196,7 @@ def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dic
     poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
     del poison  # the memory that the result will most likely get
     path = layers[0].path_for(x.dtype, x.shape[0])
-    error = _error(launch(0), x, _multiplied(packed, rounded="decode" in path))
+    error = _error(launch(0), x, _multiplied(packed, rounded=path.decodes))
     stored = (packed.words, packed.offsets, getattr(packed, "scale", None), x)
     nbytes = sum(t.nbytes for t in stored if t is not None) + x.shape[0] * packed.rows * x.element_size()
     us, spread = time_us(launch, copies, us_dense)
@@ -213,7 +213,7 @@ def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dic
         "of_dense": packed.words.nbytes / (packed.rows * packed.cols * x.element_size()),
         "gbps": nbytes / us / 1000,
         "rel_err": error,
-        "path": path,
+        "path": str(path),
     }
 
 

@@ -11,7 +11,7 @@ smallest, relative to the median. Of ranks that share a model, memory and bytes 
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -22,7 +22,8 @@ from tilepress.bench import kernels as bench
 from tilepress.bench.steps import PROFILED_STEPS, Case, OwnPass, pass_of
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.runtime.decode.batch import Batch, references
+from tilepress.kernels.arch import Path, references
+from tilepress.runtime.decode.batch import Batch
 from tilepress.runtime.parallel.group import TensorParallel
 
 GIB = 1 << 30
@@ -202,7 +203,7 @@ def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:
         raise UsageError("--batch fit asks for what a card holds", "give numbers")
     group = _group(model)
     small = _agreed(group, lambda: pass_of(model, 1, protocol.most, cache, protocol.chunk))
-    _refuse_references(device, small.paths())
+    _refuse_references(device, small.paths(), isinstance(small, OwnPass))
     per_sequence = small.cache.bytes_per_token * -(-protocol.most // PAGE_TOKENS) * PAGE_TOKENS
     del small
     _let_go()
@@ -229,7 +230,7 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
 
     timed = _agreed(group, make)
     paths = timed.paths()
-    _refuse_references(device, paths)
+    _refuse_references(device, paths, isinstance(timed, OwnPass))
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(protocol.seed)
     prompt = torch.randint(vocabulary, (protocol.context,), generator=generator)
@@ -256,15 +257,16 @@ def _measured(model: nn.Module, cache: str, batch: int, protocol: Protocol, band
         "bytes_per_step": read,
         "share_of_read": read and bandwidth and read / step_s / 1e9 / bandwidth,
         "runs": {"ttft_ms": [1000 * seconds for seconds in ttft], "tpot_ms": [1000 * seconds for seconds in tpot]},
-        "paths": paths,
+        "paths": {str(path): count for path, count in paths.items()},
         "step": shares,
     }
 
 
-def _refuse_references(device: torch.device, paths: dict[str, int]) -> None:
-    slow = references(paths) + [path for path in paths if "own forward pass" in path]
+def _refuse_references(device: torch.device, paths: Iterable[Path | str], is_own: bool) -> None:
+    """Raise UsageError where a card would run references, or all of the model's own forward pass (`is_own`)."""
+    slow = list(paths) if is_own else references(paths)
     if device.type == "cuda" and slow:
-        raise UsageError(f"this card would run {'; '.join(slow)}", "only kernels are timed")
+        raise UsageError(f"this card would run {'; '.join(map(str, slow))}", "only kernels are timed")
 
 
 def _group(model: nn.Module) -> TensorParallel | None:

@@ -17,21 +17,21 @@ def argmax_ref(x: Tensor) -> Tensor:
 
 
 def source(dtype: torch.dtype, vectors: bool) -> str:
-    return jit.source("argmax.cu", BF16=int(dtype == torch.bfloat16), VECTORS=int(vectors))
+    return jit.source("sm80_argmax.cu", BF16=int(dtype == torch.bfloat16), VECTORS=int(vectors))
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, vectors: bool) -> jit.Kernel:
-    return jit.Kernel("argmax", source(dtype, vectors), THREADS, overlaps=True)
+    return jit.Kernel("argmax", source(dtype, vectors), "x* stride:8 columns out*", THREADS, overlaps=True)
 
 
 def why_not(x: Tensor) -> str | None:
-    """Why the reference serves (nothing to say of the CPU), or None where the kernel does."""
+    """Return why the reference serves ("" for the CPU), or None where the kernel does."""
     if (why := jit.why_not(x.device)) is not None:
         return why
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return f" ({x.dtype})"
-    return None if x.numel() else " (nothing to look at)"
+        return str(x.dtype)
+    return None if x.numel() else "nothing to look at"
 
 
 def _argmax_cuda(x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tilepress.formats import int8
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat, check_pages, hadamard, read_pages
-from tilepress.kernels import jit, library
+from tilepress.kernels import arch, jit, library
+from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import values_of
 
 _ARGUMENTS = (
@@ -44,7 +45,7 @@ class Cache(NamedTuple):
     rotate: bool
 
     def form_for(self, query: Tensor) -> KVFormat:
-        """How the pages store rows. Raises ValueError for queries of other sequences or heads."""
+        """Return how the pages store rows. Raises ValueError for queries of other sequences or heads."""
         (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
         lengths, tables = len(self.seq_lens), len(self.block_table)
         if not batch == lengths == tables:
@@ -95,7 +96,8 @@ def decode_attention_ref(query: Tensor, *args) -> Tensor:
 
 
 def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """The same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are none.
+    """Return the same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are
+    none.
     With it, attention over parts of a sequence can be put together."""
     out, lse = _attend(query, Cache(*args))
     return out.to(query.dtype), lse
@@ -125,7 +127,7 @@ class Configuration:
     rotate: bool = False
     lse: bool = False
     int8: bool = False  # output
-    blocks: int = 132  # multiprocessors of the card
+    blocks: int = arch.HOPPER.multiprocessors  # of the card
     warps: int = 8  # of a block
     unit: int = 32  # tokens that a warp loads at once
 
@@ -136,6 +138,10 @@ class Configuration:
         return ring + pieces + 2 * self.warps * 16 + 8 + self.warps * 4 + 4 * (_MOST + 1)
 
 
+_TAKES = (
+    "query* pages* table* lens* out* lse* parts* started* ticket:8 key_channels* key_fixed* value_channels* value_fixed* "
+    "out_scale* batch kv_heads group table_stride table_pages num_pages scale"
+)
 _STAGES = 2  # units on their way to each warp
 _MANY = 16384  # tokens of a block that are worth longer units
 _MOST = 1024  # sequences of a launch
@@ -179,7 +185,7 @@ def source(chosen: Configuration) -> str:
         "STAGES": _STAGES,
     }
     return jit.source(
-        "decode_attention.cu",
+        "sm90_decode_attention.cu",
         **macros,
         UNIT=chosen.unit,
         MOST=_MOST,
@@ -201,7 +207,7 @@ def shape_for(form: KVFormat, tiles: int, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def _load(chosen: Configuration, device: torch.device) -> None:
-    """Both shapes: which one serves depends on the batch and the table's width, and a graph cannot load one."""
+    """Load both shapes: which one serves depends on the batch and the table's width, and a graph cannot load one."""
     for tokens in (0, 1 << 40):
         warps, unit = shape_for(chosen.form, chosen.tiles, tokens)
         _kernel(replace(chosen, warps=warps, unit=unit)).load(device)
@@ -209,18 +215,19 @@ def _load(chosen: Configuration, device: torch.device) -> None:
 
 @functools.cache
 def _kernel(chosen: Configuration) -> jit.Kernel:
-    return jit.Kernel("decode_attention", source(chosen), 32 * chosen.warps, chosen.shared_bytes, overlaps=True)
+    threads = 32 * chosen.warps
+    return jit.Kernel("decode_attention", source(chosen), _TAKES, threads, chosen.shared_bytes, overlaps=True)
 
 
 def why_not(device: torch.device, form: KVFormat, dtype: torch.dtype) -> str | None:
-    """Why the reference serves (nothing to say of the CPU), or None where the kernel does."""
+    """Return why the reference serves ("" for the CPU), or None where the kernel does."""
     if (why := jit.why_not(device)) is not None:
         return why
-    if jit.capability(device)[0] != 9:
-        return " (the kernel needs a Hopper card)"
+    if arch.kernel_for("decode_attention", device) is None:
+        return "the kernel needs a Hopper card"
     if form.head_dim not in (64, 128):
-        return f" (heads of {form.head_dim}, the kernel takes 64 and 128)"
-    return None if dtype in (torch.bfloat16, torch.float16) else f" ({dtype} queries)"
+        return f"heads of {form.head_dim}, the kernel takes 64 and 128"
+    return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
 
 
 def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
@@ -256,7 +263,7 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
         torch.empty(batch, heads, dtype=torch.float32, device=query.device) if name == "decode_attention_lse" else None
     )
     group = heads // kv_heads
-    blocks, tiles = jit.multiprocessors(query.device), 1 if group <= 8 else 2
+    blocks, tiles = arch.card(query.device).multiprocessors, 1 if group <= 8 else 2
     most_heads, passes = 8 * tiles, -(-group // (8 * tiles))
     tokens = min(batch, _MOST) * kv_heads * passes * block_table.shape[1] * PAGE_TOKENS // blocks
     kind = query.dtype, tiles, passes, cache.rotate, lse is not None, out_scale is not None
@@ -330,7 +337,6 @@ def _(query, *_):
     return query.new_empty(query.shape, dtype=torch.int8)
 
 
-def path(device: torch.device, form: KVFormat, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Which implementation serves queries of a dtype on a device: what results report."""
-    why = why_not(device, form, dtype)
-    return f"decode_attention {'kernel' if why is None else 'reference'} ({form.name}) on {device.type}{why or ''}"
+def path(device: torch.device, form: KVFormat, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Return which implementation serves queries of a dtype on a device."""
+    return Path("decode_attention", device.type, why_not(device, form, dtype), form.name)

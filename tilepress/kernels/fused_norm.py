@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
-from tilepress.kernels import fused_quant, jit, library
+from tilepress.kernels import arch, fused_quant, jit, library
+from tilepress.kernels.arch import Path
 from tilepress.kernels.fused_quant import Configuration, check_even, configuration_for, rms_norm, why_not
 
 library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -60,7 +61,7 @@ _THREADS = 128  # of a block that has a piece of a row: so few start beside any 
 
 
 def configuration_of(op: int, columns: int, is_full: bool) -> Configuration:
-    """For a card that is full of rows, or is not."""
+    """Return the configuration for rows of an op, for a card that is full of them or is not."""
     if op == fused_quant.SILU_MUL:
         return Configuration(_THREADS, 1, -(-columns // (8 * _THREADS)))
     return configuration_for(columns, is_full)
@@ -69,13 +70,12 @@ def configuration_of(op: int, columns: int, is_full: bool) -> Configuration:
 @functools.cache
 def _kernel(chosen: Configuration, op: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
     source = chosen.source(op, static=0, vectors=vectors, dtype=dtype, codes=False)
-    return jit.Kernel("fused_quant", source, chosen.threads, overlaps=True)
+    return jit.Kernel("fused_quant", source, fused_quant.TAKES, chosen.threads, overlaps=True)
 
 
-def path(device: torch.device, dtype: torch.dtype, columns: int) -> str:
-    """Which implementation serves rows of a dtype on a device: what results report."""
-    why = why_not(device, dtype, columns)
-    return f"fused_norm {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+def path(device: torch.device, dtype: torch.dtype, columns: int) -> Path:
+    """Return which implementation serves rows of a dtype on a device."""
+    return Path("fused_norm", device.type, why_not(device, dtype, columns))
 
 
 def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=0.0) -> tuple[Tensor, Tensor] | None:
@@ -97,7 +97,7 @@ def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=
         return out, total
     tensors = x, residual, weight, bias, out, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    chosen = configuration_of(op, n, rows > 2 * jit.multiprocessors(x.device))
+    chosen = configuration_of(op, n, rows > 2 * arch.card(x.device).multiprocessors)
     _kernel(chosen, op, vectors, x.dtype)(
         x.device,
         rows * chosen.pieces,

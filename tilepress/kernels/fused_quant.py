@@ -9,14 +9,14 @@
     silu_mul_int8            [gate | up] -> silu(gate) * up -> codes, scale
     activation_int8          x -> relu, gelu, gelu_tanh or gelu_new -> codes, scale
 
-`mode` is 0 per token, 1 per tensor; with `scale` given (static) it does not matter and a copy of `scale` is returned. A given scale is one number [1], or
-one of each token [..., 1] without zero point: of tokens that several cards have parts of (runtime/parallel.py). Codes are int8 of x's shape, scales
-float32 [..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and
-the product are rounded to x's dtype before they are quantized. The quantization rules are formats/int8.py's: with a scale found at run time a NaN or an
-infinity makes the scale NaN or infinite, and so NaN of what is multiplied with it; with a given one NaN becomes 0, infinities saturate.
+`mode` is 0 per token, 1 per tensor. With `scale` given (static) it does not matter, and a copy of `scale` is returned. A given scale is one number
+[1], or one of each token [..., 1] without zero point: of tokens that several cards have parts of. Codes are int8 of x's shape, scales float32
+[..., 1] or [1]. Roundings are those of transformers' own modules: the sum, the normalized value and the product are rounded to x's dtype before
+they are quantized. A NaN or an infinity makes a scale found at run time NaN or infinite, and so what is multiplied with it; with a given scale NaN
+becomes 0, infinities saturate (formats/int8.py).
 
-On cards from sm_80 on fused_quant.cu does each op in one pass, for bfloat16 and float16, rows of up to MOST_COLUMNS and scales of tokens or given; the rest
-runs by the references.
+On cards from sm_80 on sm80_fused_quant.cu does each op in one pass, for bfloat16 and float16, rows of up to MOST_COLUMNS and scales of tokens or
+given ones. The rest runs by the references.
 """
 
 import functools
@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from tilepress.formats import int8
-from tilepress.kernels import jit, library
+from tilepress.kernels import arch, jit, library
+from tilepress.kernels.arch import Path
 from tilepress.kernels.w8a8_gemm import KINDS
 
 PER_TOKEN, PER_TENSOR = 0, 1
@@ -129,7 +130,7 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
     return _quantize(ACTIVATIONS[activation](x), mode, scale, zero_point)
 
 
-# As fused_quant.cu numbers what it does to a row.
+# As sm80_fused_quant.cu numbers what it does to a row.
 QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL = range(6)
 _OF_TWO_ROWS = ADD_RMS_NORM, ADD_LAYER_NORM, SILU_MUL
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
@@ -137,7 +138,7 @@ _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}
 
 @dataclass(frozen=True)
 class Configuration:
-    """Macros of fused_quant.cu for rows of a length."""
+    """Macros of sm80_fused_quant.cu for rows of a length."""
 
     threads: int
     parts: int  # times 8 elements a thread
@@ -154,16 +155,21 @@ class Configuration:
             "BLOCKS": blocks,
             "BF16": int(dtype == torch.bfloat16),
         }
-        return jit.source("fused_quant.cu", **macros)
+        return jit.source("sm80_fused_quant.cu", **macros)
+
+
+TAKES = "x* residual* weight* bias* scale* scale_kind zero_point* codes* scales* total* n eps"
 
 
 @functools.cache
 def _kernel(chosen: Configuration, op: int, static: int, vectors: bool, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("fused_quant", chosen.source(op, static, vectors, dtype), chosen.threads, overlaps=True)
+    source = chosen.source(op, static, vectors, dtype)
+    return jit.Kernel("fused_quant", source, TAKES, chosen.threads, overlaps=True)
 
 
 def configuration_for(columns: int, is_full: bool) -> Configuration:
-    """For a card that is full of rows: several of them in a multiprocessor, as few threads each as hold it. Else all threads that a row can use."""
+    """Return a row's configuration. A card that is full of rows has several in a multiprocessor, with as few threads each as hold it; otherwise a row
+    has all threads that it can use."""
     eights = -(-columns // 8)
     least = -(-eights // 1024)
     parts = max(least, min(4, eights // 128)) if is_full else least
@@ -171,19 +177,18 @@ def configuration_for(columns: int, is_full: bool) -> Configuration:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
-    """Why references serve rows of a dtype (nothing to say of the CPU), or None where the kernel does."""
+    """Return why references serve rows of a dtype ("" for the CPU), or None where the kernel does."""
     if (why := jit.why_not(device)) is not None:
         return why
     if dtype not in (torch.bfloat16, torch.float16):
-        return f" ({dtype})"
-    return None if 0 < columns <= MOST_COLUMNS else f" (rows of {columns})"
+        return str(dtype)
+    return None if 0 < columns <= MOST_COLUMNS else f"rows of {columns}"
 
 
-def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool = False) -> str:
-    """Which implementation serves rows on a device: what results report; `one_scale` is found at run time for a whole tensor."""
+def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool = False) -> Path:
+    """Return which implementation serves rows on a device; `one_scale`: a scale for a whole tensor is found at run time."""
     why = why_not(device, dtype, columns)
-    why = " (a scale for the whole tensor)" if why is None and one_scale else why
-    return f"fused_quant {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+    return Path("fused_quant", device.type, "a scale for the whole tensor" if why is None and one_scale else why)
 
 
 def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
@@ -218,7 +223,7 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         return codes, found if scale is None else scale.float().clone(), total
     tensors = x, residual, weight, bias, codes, total
     vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    chosen = configuration_for(n, rows > 2 * jit.multiprocessors(x.device))
+    chosen = configuration_for(n, rows > 2 * arch.card(x.device).multiprocessors)
     static = 0 if scale is None else 2 if by_token else 1
     _kernel(chosen, op, static, vectors, x.dtype)(
         x.device,

@@ -1,11 +1,11 @@
 """CUDA kernels from source: compiled by NVRTC for the card at hand on first use, kept on disk, launched on torch's current stream.
 
 A source is CUDA C++ without headers: ptx.cuh is put before it, and a line `#define NAME VALUE` for each macro. Cubins are kept in
-TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, options, compiler and architecture; files are written atomically, so
-processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
+TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, options, compiler and architecture. Files are written atomically,
+so processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
 
-Launches go to the driver directly. Arguments are written into a block of memory that each thread keeps for each kernel and device; launches can
-be captured in CUDA graphs.
+Launches go to the driver directly. What a kernel takes is compared with the compiled one when it is loaded, and with the arguments at a thread's
+first launch; they are written into memory that each thread keeps for each kernel and device. Launches can be captured in CUDA graphs.
 """
 
 import ctypes
@@ -22,51 +22,40 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import TilepressError
+from tilepress.kernels import arch
+from tilepress.kernels.signature import Parameter, check_arguments, check_compiled, parse
 
 FOLDER = Path(__file__).parent
 _HINT = "kernels are tried with CUDA 13's NVRTC: pip install 'tilepress[cuda]'"
 
 
 def source(file: str, before: str = "", **macros: int) -> str:
-    """A kernel's source as the compiler gets it: macros, ptx.cuh, `before`, then the file, with the files that it includes."""
+    """Return a kernel's source as the compiler gets it: macros, ptx.cuh, `before` (text of ptx.py), then the file with the files that it includes.
+    `#line` says where each line stands, so that the compiler's messages name real files and lines."""
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    text = re.sub(r'#include "(.+)"\n', lambda found: (FOLDER / found[1]).read_text(), (FOLDER / file).read_text())
-    return defines + (FOLDER / "ptx.cuh").read_text() + before + text
+    made = f'#line 1 "ptx.py"\n{before}' if before else ""
+    return defines + _lines_of("ptx.cuh") + made + _lines_of(file)
 
 
-@functools.cache
-def _properties(index: int):
-    return torch.cuda.get_device_properties(index)
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    found = _properties(torch.cuda.current_device() if device.index is None else device.index)
-    return found.major, found.minor
-
-
-def multiprocessors(device: torch.device) -> int:
-    return _properties(device.index).multi_processor_count
+def _lines_of(file: str) -> str:
+    found = [f'#line 1 "{file}"\n']
+    for number, line in enumerate((FOLDER / file).read_text().splitlines(keepends=True), 1):
+        included = re.fullmatch(r'#include "(.+)"\n', line)
+        found.append(f'{_lines_of(included[1])}#line {number + 1} "{file}"\n' if included else line)
+    return "".join(found)
 
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why references serve a device (nothing to say of the CPU), or None where kernels do."""
+    """Return why references serve a device ("" for the CPU, of which there is nothing to say), or None where kernels do."""
     if device.type != "cuda":
         return ""
-    if capability(device)[0] < 8:
-        return " (the card is older than sm_80)"
-    return f" ({missing()})" if missing() else None
-
-
-def architecture(device: torch.device) -> str:
-    """What to compile for: sm_90a on Hopper, whose own instructions need the a."""
-    major, minor = capability(device)
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    return missing() if arch.card(device).has_kernels else "the card is older than sm_80"
 
 
 @functools.cache
 def missing() -> str | None:
-    """What this machine lacks to compile kernels, or None."""
+    """Return what this machine lacks to compile kernels, or None."""
     try:
         from cuda.bindings import driver  # noqa: F401
         from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401
@@ -77,7 +66,7 @@ def missing() -> str | None:
 
 
 def compile_cubin(name: str, source: str, arch: str) -> tuple[bytes, str]:
-    """A cubin and the compiler's log, with registers and spills. Raises TilepressError with the log."""
+    """Return a cubin and the compiler's log, with registers and spills. Raises TilepressError with the log."""
     from cuda.core import Program
 
     log: list[str] = []
@@ -102,7 +91,8 @@ def _options(arch: str):
 
 
 def cached_cubin(name: str, source: str, arch: str, again: bool = False) -> bytes:
-    """The same from disk, compiled and kept if it is not there, or `again`; a folder that cannot be written only costs the next process its time."""
+    """Return a cubin from disk, compiled and kept if it is not there, or `again`. A folder that cannot be written only costs the next process its
+    time."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     try:
@@ -155,7 +145,7 @@ def _driver():
 
 
 def _bind_context(device: int) -> None:
-    """Makes torch's context current in a thread that has not used the device yet."""
+    """Make torch's context current in a thread that has not used the device yet."""
     from cuda.bindings import driver
 
     context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
@@ -163,7 +153,7 @@ def _bind_context(device: int) -> None:
 
 
 class _Launch:
-    """One thread's memory for the launches of one kernel on one device, laid out for the arguments of the first one."""
+    """One thread's memory for the launches of one kernel on one device. Each argument has a slot of 8 bytes."""
 
     def __init__(self, kernel: "Kernel", handle: int, args: tuple, overlaps: bool):
         count = len(args)
@@ -181,7 +171,9 @@ class _Launch:
                 (ctypes.c_uint, _Config.num_attributes),
             )
         )
-        self.pack = functools.partial(struct.Struct(f"{count}Q").pack_into, values, 0)
+        # A number that does not fit its width, as an address does not fit 4 bytes, is refused here in every launch.
+        slots = "".join("I4x" if parameter.width == 4 else "Q" for parameter in kernel.parameters)
+        self.pack = functools.partial(struct.Struct(f"={slots}").pack_into, values, 0)
         addresses = ctypes.addressof(config), handle, ctypes.addressof(self.pointers)
         self.go = functools.partial(_driver().cuLaunchKernelEx, *addresses, None)
 
@@ -192,26 +184,36 @@ class Kernel:
 
     name: str  # of the extern "C" function
     source: str
+    takes: str  # its parameters, as signature.py writes them: "x* stride:8 columns"
     threads: int  # of a block
     shared_bytes: int = 0  # dynamic shared memory of a block
-    # Programmatic dependent launch, where there is such a thing (sm_90): it starts before earlier kernels of the stream end, and must wait for them
+    # Programmatic dependent launch, on cards that have it: the kernel starts before earlier kernels of the stream end, and must wait for them
     # (wait_for_grid) before it reads what they wrote and before it writes.
     overlaps: bool = False
     _handles: dict[int, int] = field(default_factory=dict)  # of each device
+    _widths: list[int] | None = None  # bytes of the compiled kernel's parameters
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _local: threading.local = field(default_factory=threading.local)
     _libraries: list = field(default_factory=list)
 
-    def __call__(self, device: torch.device, grid: int, *args: "int | ByValue", alone: bool = False) -> None:
-        """Launches `grid` blocks on the device's current stream; arguments are integers from 0 (addresses and `float_bits` too) and structures, in order.
-        `alone`: not before earlier kernels have ended.
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return parse(self.takes)
 
-        Raises TilepressError with the compiler's log, or naming the driver's error."""
+    def __call__(self, device: torch.device, grid: int, *args: "int | ByValue", alone: bool = False) -> None:
+        """Launch `grid` blocks on the device's current stream. Arguments are integers from 0 (addresses and `float_bits` too) and structures, in
+        order. `alone`: not before earlier kernels have ended.
+
+        Raises TilepressError with the compiler's log, with what the kernel takes and what it got, or naming the driver's error."""
         index = device.index
         launch = self._local.__dict__.get(index)
         if launch is None:
             launch = self._local.__dict__[index] = self._first_launch(device, args)
-        launch.pack(*args)
+        try:
+            launch.pack(*args)
+        except struct.error as error:
+            check_arguments(self.name, self.parameters, self._widths, args)
+            raise TilepressError(f"kernel {self.name} takes {self.takes}: {error}", "run `tilepress env`") from error
         for i in launch.by_value:
             launch.pointers[i] = args[i].address
         launch.grid.value, launch.num_attributes.value = grid, launch.overlaps and not alone
@@ -225,16 +227,17 @@ class Kernel:
             raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
 
     def load(self, device: torch.device) -> None:
-        """Compiles and loads it, as the first launch would."""
+        """Compile and load it, as the first launch would."""
         if device.index not in self._handles:
             self._load(device)
 
     def _first_launch(self, device: torch.device, args: tuple) -> _Launch:
-        """In this thread, on this device."""
+        """Check the arguments and make memory for this thread's launches on this device."""
         handle = self._handles.get(device.index) or self._load(device)
+        check_arguments(self.name, self.parameters, self._widths, args)
         with torch.cuda.device(device):
             _bind_context(device.index)
-        return _Launch(self, handle, args, self.overlaps and capability(device)[0] >= 9)
+        return _Launch(self, handle, args, self.overlaps and arch.card(device).has_dependent_launch)
 
     def _load(self, device: torch.device) -> int:
         from cuda.bindings import driver
@@ -246,15 +249,17 @@ class Kernel:
         with self._lock:
             if device.index in self._handles:
                 return self._handles[device.index]
-            code = cached_cubin(self.name, self.source, architecture(device))
+            target = arch.card(device).target
+            code = cached_cubin(self.name, self.source, target)
             with torch.cuda.device(device):
                 torch.cuda.current_stream().synchronize()  # makes the context
                 status, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0)
                 if int(status):  # a damaged file
-                    code = cached_cubin(self.name, self.source, architecture(device), again=True)
+                    code = cached_cubin(self.name, self.source, target, again=True)
                     library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+                self._widths = check_compiled(self.name, self.parameters, code)
                 kernel = _checked(driver.cuLibraryGetKernel(library, self.name.encode()))
-                if self.shared_bytes > 48 * 1024:
+                if self.shared_bytes > arch.PLAIN_SHARED_BYTES:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                     number = _checked(driver.cuDeviceGet(device.index))
                     _checked(driver.cuKernelSetAttribute(attribute, self.shared_bytes, kernel, number))
@@ -264,7 +269,7 @@ class Kernel:
 
 
 def capture_number(stream: int) -> int:
-    """Of the capture that the stream, an address, is in: no two captures of a process have the same. 0: it is in none."""
+    """Return the number of the capture that a stream, given by its address, is in, or 0: no two captures of a process have the same."""
     from cuda.bindings import driver
 
     found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
@@ -273,8 +278,8 @@ def capture_number(stream: int) -> int:
 
 
 def zeros_for_good(device: torch.device, nbytes: int) -> int:
-    """The address of zeros on a device that nobody frees, outside of torch's memory: what torch calls now may run in the memory of a graph. Waits for
-    the card."""
+    """Return the address of zeros on a device that nobody frees. They lie outside of torch's memory, because what torch allocates now may belong to
+    a graph. Waits for the card."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -286,28 +291,31 @@ def zeros_for_good(device: torch.device, nbytes: int) -> int:
 
 
 def float_bits(value: float) -> int:
-    """A float argument of a launch."""
+    """Return the bits of a float, as an argument of a launch."""
     return struct.unpack("I", struct.pack("f", value))[0]
 
 
 class ByValue:
     """A structure among a launch's arguments: a copy of it goes to the card with the launch."""
 
-    def __init__(self, owner, address: int):
-        self.owner, self.address = owner, address  # `owner` keeps the memory
+    def __init__(self, owner, address: int, nbytes: int):
+        self.owner, self.address, self.nbytes = owner, address, nbytes  # `owner` keeps the memory
 
     def __index__(self) -> int:  # among a launch's integers, where it is not read
         return 0
 
     @classmethod
     def of(cls, array: Tensor) -> "ByValue":
-        """A contiguous tensor on the CPU. All arguments of a launch together are less than 4 KiB."""
-        return cls(array, array.data_ptr())
+        """Make one of a contiguous tensor on the CPU. All arguments of a launch together are less than 4 KiB."""
+        return cls(array, array.data_ptr(), array.nbytes)
+
+
+_MAP_BYTES = 128  # of a CUtensorMap
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ByValue:
-    """A CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges: of an int8 or 16-bit
-    matrix [rows, columns], contiguous rows, 16-byte aligned. Kept for matrices at the same address."""
+    """Return a CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges. The matrix
+    is int8 or 16-bit [rows, columns] with contiguous rows, 16-byte aligned. Maps are kept for matrices at the same address."""
     rows, columns = matrix.shape
     address, device = matrix.data_ptr(), matrix.device.index
     stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything
@@ -344,7 +352,7 @@ def _tensor_map(
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ByValue(found, found.getPtr())
+    return ByValue(found, found.getPtr(), _MAP_BYTES)
 
 
 def _checked(result: tuple):

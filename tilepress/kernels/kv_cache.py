@@ -22,9 +22,13 @@ from tilepress.formats.kv_int4 import (
     write_pages,
 )
 from tilepress.kernels import jit, library
+from tilepress.kernels.arch import Path
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
+CACHE_TAKES = (
+    "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
+)
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 QUANTIZATION = (
     f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits"
@@ -49,7 +53,7 @@ def values_of(rows: Tensor, form: KVFormat, fixed: Tensor | None) -> Tensor:
 
 
 class Steps(NamedTuple):
-    """Which steps an append takes: what kv_quantize.cuh is compiled with."""
+    """The steps that an append takes: what kv_quantize.cuh is compiled with."""
 
     channels: bool
     rotate: bool
@@ -62,7 +66,7 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """How an append makes rows of keys and values: its last arguments, in their order. channels float32 [3, heads, D] are mean, scale and error weight,
+    """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
     fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys."""
 
     key_channels: Tensor | None
@@ -82,7 +86,7 @@ class Quantization:
         return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
 
     def check(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> KVFormat:
-        """The format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+        """Return the format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
         if not key.shape[1] == value.shape[1] == pages.shape[1]:
             raise ValueError(
                 f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
@@ -102,7 +106,7 @@ class Quantization:
         return form
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
-        """Of arguments that are checked: whether they lie as kv_rows.cuh reads and writes them, on a card with kernels."""
+        """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(pages.device) is None
@@ -132,7 +136,7 @@ class Quantization:
         write_pages(pages, slots, *rows, form)
 
     def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[int, ...]:
-        """The first ones of a kernel that appends."""
+        """Return the first arguments of a kernel that appends, as CACHE_TAKES names them."""
         return (
             pages.data_ptr(),
             slots.data_ptr(),
@@ -146,7 +150,7 @@ class Quantization:
 
 
 def row_macros(form: KVFormat, dtype: torch.dtype) -> dict[str, int]:
-    """What kv_rows.cuh is compiled with for inputs of a dtype."""
+    """Return what kv_rows.cuh is compiled with for inputs of a dtype."""
     macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
     return {**macros, "STATIC": int(form.static), "KIND": KINDS[dtype], "BF16": 0}
 
@@ -160,12 +164,13 @@ def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *qua
 
 
 def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps) -> str:
-    return jit.source("kv_append.cu", **row_macros(form, dtype), **steps.macros)
+    return jit.source("sm80_kv_append.cu", **row_macros(form, dtype), **steps.macros)
 
 
 @functools.cache
 def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kernel:
-    return jit.Kernel("kv_append", append_source(form, dtype, steps), THREADS, overlaps=True)
+    takes = f"{CACHE_TAKES} key* value* key_token:8 key_head:8 value_token:8 value_head:8 heads"
+    return jit.Kernel("kv_append", append_source(form, dtype, steps), takes, THREADS, overlaps=True)
 
 
 def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
@@ -195,19 +200,19 @@ def address(x: Tensor | None) -> int:
 
 
 def channels_of_lane(form: KVFormat) -> int:
-    """That kv_rows.cuh loads at once."""
+    """Return how many channels of a lane kv_rows.cuh loads at once."""
     return form.head_dim // 32 if form.head_dim & (form.head_dim - 1) == 0 else 1
 
 
 def in_rows(x: Tensor, width: int) -> Tensor:
-    """With channels in rows that begin at multiples of `width` elements."""
+    """Return x with channels in rows that begin at multiples of `width` elements, copied if it has to be."""
     starts = x.data_ptr() // x.itemsize, *x.stride()[:-1]
     fits = x.stride(-1) == 1 and all(start % width == 0 for start in starts)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def blocks(rows: int, threads: int = THREADS) -> int:
-    """Of a kernel with a warp for a row."""
+    """Return the blocks of a kernel with a warp for a row."""
     return -(-rows // (threads // 32))
 
 
@@ -220,7 +225,6 @@ def _(pages, *_):
     return None
 
 
-def path(device: torch.device) -> str:
-    """Which implementation serves a device: what results report."""
-    why = jit.why_not(device)
-    return f"kv_append {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+def path(device: torch.device) -> Path:
+    """Return which implementation serves a device."""
+    return Path("kv_append", device.type, jit.why_not(device))

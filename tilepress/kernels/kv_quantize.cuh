@@ -1,11 +1,26 @@
-// Quantizes rows of kv_rows.cuh, which stands before it, and stores them: to the bit as formats/kv_int4.py does where they are finite; NaN stays NaN.
+// Quantizes rows of kv_rows.cuh, which stands before it, and stores them: to the bit as formats/kv_int4.py does where
+// they are finite; NaN stays NaN.
 //
-// Extremes and a refit's sums are of integers, in any order. Loads come first and stores are what a slot decides, so that a row's reads are under way together.
+// Extremes and a refit's sums are of integers, in any order. Loads come first and stores are what a slot decides, so
+// that a row's reads are under way together.
 //
-// Macros, beside those of kv_rows.cuh: CHANNELS 0: neither side is calibrated by channels; ROTATE 0 | 1: keys are; REFITS of scales, of dynamic 4 bits.
+// Macros, beside those of kv_rows.cuh: CHANNELS 0: neither side is calibrated by channels; ROTATE 0 | 1: keys are;
+// REFITS of scales, of dynamic 4 bits.
 
-struct Min { static __device__ __forceinline__ float of(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
-struct Max { static __device__ __forceinline__ float of(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; } };
+struct Min {
+  static __device__ __forceinline__ float of(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+  }
+};
+struct Max {
+  static __device__ __forceinline__ float of(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+  }
+};
 
 struct Sum {
   static constexpr int NONE = 0;
@@ -18,7 +33,8 @@ struct Least {
   static __device__ __forceinline__ int of_warp(int a) { return __reduce_min_sync(ALL, a); }
 };
 
-// COUNT sums or minima at once, so that they wait together: of lanes' parts, each over the groups that its channels are of.
+// COUNT sums or minima at once, so that they wait together: of lanes' parts, each over the groups that its channels are
+// of.
 template <class How, int COUNT> __device__ __forceinline__ void over_groups(int (&t)[COUNT][PARTS]) {
   if constexpr (GROUPS == 1) {
 #pragma unroll
@@ -60,10 +76,14 @@ template <class How, int COUNT> __device__ __forceinline__ void over_groups(int 
 }
 
 // Integers in the order of floats, with NaN before all.
-__device__ __forceinline__ int ordered(float v) { const int bits = __float_as_int(v); return v != v ? 1 << 31 : bits ^ (bits >> 31 & 0x7fffffff); }
+__device__ __forceinline__ int ordered(float v) {
+  const int bits = __float_as_int(v);
+  return v != v ? 1 << 31 : bits ^ (bits >> 31 & 0x7fffffff);
+}
 __device__ __forceinline__ float from_ordered(int key) { return __int_as_float(key ^ (key >> 31 & 0x7fffffff)); }
 
-// a / b as IEEE rounds it, without the branches that a division has, for 2^-60 < |b| < 2^60 and |a| < 2^60; `y` is reciprocal(b).
+// a / b as IEEE rounds it, without the branches that a division has, for 2^-60 < |b| < 2^60 and |a| < 2^60; `y` is
+// reciprocal(b).
 __device__ __forceinline__ float reciprocal(float b) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
@@ -73,12 +93,18 @@ __device__ __forceinline__ float quotient(float a, float b, float y) {
   const float q = __fmul_rn(a, y);
   return __fmaf_rn(y, __fmaf_rn(-b, q, a), q);
 }
-__device__ __forceinline__ bool is_plain(float v) { return fabsf(v) < 1.152921504606847e18f && fabsf(v) > 8.673617379884035e-19f; }
+__device__ __forceinline__ bool is_plain(float v) {
+  return fabsf(v) < 1.152921504606847e18f && fabsf(v) > 8.673617379884035e-19f;
+}
 
 // v * 2^LOG to the nearest integer, below 2^22.
-template <int LOG = 0> __device__ __forceinline__ int whole(float v) { return __float_as_int(__fmaf_rn(v, 1 << LOG, 12582912.f)) - 0x4b400000; }
+template <int LOG = 0>
+__device__ __forceinline__ int whole(float v) {
+  return __float_as_int(__fmaf_rn(v, 1 << LOG, 12582912.f)) - 0x4b400000;
+}
 
-__device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], const float (&scale)[PARTS], const float (&shift)[PARTS]) {
+__device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], const float (&scale)[PARTS],
+                                         const float (&shift)[PARTS]) {
   float y[PARTS], top[PARTS];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) { y[p] = reciprocal(scale[p]); top[p] = __fmul_rn(scale[p], MOST); }
@@ -89,7 +115,8 @@ __device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], c
   }
 }
 
-// Weights as whole numbers up to 64, a group's largest at least 32 (if it is not below 2^-100), or 1 each; and their sums.
+// Weights as whole numbers up to 64, a group's largest at least 32 (if it is not below 2^-100), or 1 each; and their
+// sums.
 struct Importance {
   int w[E], sum[1][PARTS];
 
@@ -118,7 +145,8 @@ struct Importance {
   }
 };
 
-// Scales and shifts of a row's groups: its extremes', refitted to the codes that they give. The constants are those of formats/kv_int4.py.
+// Scales and shifts of a row's groups: its extremes', refitted to the codes that they give. The constants are those of
+// formats/kv_int4.py.
 struct Scales {
   float scale[PARTS], shift[PARTS];
 
@@ -128,7 +156,10 @@ struct Scales {
   }
   __device__ __forceinline__ void round() {
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) { scale[p] = half_to_float(to_half(scale[p])); shift[p] = half_to_float(to_half(shift[p])); }
+    for (int p = 0; p < PARTS; ++p) {
+      scale[p] = half_to_float(to_half(scale[p]));
+      shift[p] = half_to_float(to_half(shift[p]));
+    }
   }
 
   __device__ __forceinline__ void of_extremes(const float (&v)[E], float half_clip, float step) {
@@ -152,14 +183,19 @@ struct Scales {
   __device__ __forceinline__ void refit(const float (&v)[E], const Importance& importance) {
     constexpr int LOG = SIZE <= 256 ? 12 : SIZE <= 512 ? 11 : 10, STEP = 1 << LOG, FAR = 2, STRETCH = 2;
     static_assert(SIZE <= 1024, "sums of 31 bits");
-    int sums[4][PARTS];                       // of weights times codes; that times codes; of weights times errors; that times codes
+    // Of weights times codes; that times codes; of weights times errors; that times codes.
+    int sums[4][PARTS];
     float inverse[PARTS];
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) { inverse[p] = quotient(1.f, scale[p], reciprocal(scale[p])); sums[0][p] = sums[1][p] = sums[2][p] = sums[3][p] = 0; }
+    for (int p = 0; p < PARTS; ++p) {
+      inverse[p] = quotient(1.f, scale[p], reciprocal(scale[p]));
+      sums[0][p] = sums[1][p] = sums[2][p] = sums[3][p] = 0;
+    }
 #pragma unroll
     for (int j = 0; j < E; ++j) {
       const int p = j % PARTS;
-      const float place = fminf(fmaxf(__fmul_rn(__fsub_rn(v[j], shift[p]), inverse[p]), (float)-FAR), (float)(MOST + FAR));
+      const float place = fminf(fmaxf(__fmul_rn(__fsub_rn(v[j], shift[p]), inverse[p]), (float)-FAR),
+                                (float)(MOST + FAR));
       const int found = whole<LOG>(place);
       const int code = min(max(found + STEP / 2 >> LOG, 0), MOST);
       const int weighted = importance.w[j] * code, error = importance.w[j] * (found - STEP * code);
@@ -169,17 +205,21 @@ struct Scales {
     over_groups<Sum>(sums);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
-      const float sum_w = importance.sum[0][p], sum_c = sums[0][p], sum_cc = sums[1][p], sum_e = sums[2][p], sum_ec = sums[3][p];
+      const float sum_w = importance.sum[0][p], sum_c = sums[0][p], sum_cc = sums[1][p], sum_e = sums[2][p],
+                  sum_ec = sums[3][p];
       const float spread = __fsub_rn(__fmul_rn(sum_w, sum_cc), __fmul_rn(sum_c, sum_c)), y = reciprocal(spread);
-      const float slope = __fsub_rn(__fmul_rn(sum_w, sum_ec), __fmul_rn(sum_c, sum_e)), level = __fsub_rn(__fmul_rn(sum_cc, sum_e), __fmul_rn(sum_c, sum_ec));
+      const float slope = __fsub_rn(__fmul_rn(sum_w, sum_ec), __fmul_rn(sum_c, sum_e)),
+                  level = __fsub_rn(__fmul_rn(sum_cc, sum_e), __fmul_rn(sum_c, sum_ec));
       const float stretch = __fadd_rn(1.f, __fmul_rn(quotient(slope, spread, y), (float)STRETCH / STEP));
       const float move = __fmul_rn(quotient(level, spread, y), (float)STRETCH / STEP);
-      if (spread > 0.f && stretch > 0.f) set(p, __fmul_rn(scale[p], stretch), __fadd_rn(shift[p], __fmul_rn(scale[p], move)));
+      if (spread > 0.f && stretch > 0.f)
+        set(p, __fmul_rn(scale[p], stretch), __fadd_rn(shift[p], __fmul_rn(scale[p], move)));
     }
   }
 };
 
-// Four lanes with four elements each, of 8 or 16 bits: lane i's get to be the i-th ones of each lane, in the lanes' order.
+// Four lanes with four elements each, of 8 or 16 bits: lane i's get to be the i-th ones of each lane, in the lanes'
+// order.
 __device__ __forceinline__ u64 exchanged(u64 mine) {
   const auto halves = [](u32 word) -> u32 {   // of neighbours
     const u32 other = __shfl_xor_sync(ALL, word, 1);
@@ -204,16 +244,19 @@ __device__ __forceinline__ void store_row(const Place& place, const u32 (&number
     for (int i = 0; i < count; ++i) found |= (u64)numbers[j + i] << BITS * i;
     return found;
   };
-  constexpr int OF_KEYS = SMALLER(E & -E, 64 / BITS), OF_VALUES = BITS == 4 ? SMALLER(E & -E, 4) : 1;  // channels whose bytes follow one another
+  // Channels whose bytes follow one another.
+  constexpr int OF_KEYS = SMALLER(E & -E, 64 / BITS), OF_VALUES = BITS == 4 ? SMALLER(E & -E, 4) : 1;
   if constexpr (SPLITS_BYTES) {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < E; ++j) room[FIRST + j] = numbers[j];
     __syncwarp();
-    for (int i = LANE; i < D / 2; i += 32) put<1>(place.is_value ? place.value_byte(2 * i) : place.key_byte(i), room[2 * i] | room[2 * i + 1] << 4);
+    for (int i = LANE; i < D / 2; i += 32)
+      put<1>(place.is_value ? place.value_byte(2 * i) : place.key_byte(i), room[2 * i] | room[2 * i + 1] << 4);
   } else if (!place.is_value) {
 #pragma unroll
-    for (int j = 0; j < E; j += OF_KEYS) put<OF_KEYS * BITS / 8>(place.key_byte((FIRST + j) * BITS / 8), word(j, OF_KEYS));
+    for (int j = 0; j < E; j += OF_KEYS)
+      put<OF_KEYS * BITS / 8>(place.key_byte((FIRST + j) * BITS / 8), word(j, OF_KEYS));
   } else if (BITS > 4 && E == 4) {            // so that lanes side by side store side by side
     const u64 four = exchanged(word(0, 4));
 #pragma unroll
@@ -225,7 +268,8 @@ __device__ __forceinline__ void store_row(const Place& place, const u32 (&number
 }
 
 // Quantizes a row and stores it, if its place is there.
-__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, const Place& place, float step, float norm, float* room) {
+__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, const Place& place,
+                                       float step, float norm, float* room) {
   u32 numbers[E];
   if (BITS == 16) {
 #pragma unroll
@@ -240,7 +284,8 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
       plain = __all_sync(ALL, plain);
 #pragma unroll
       for (int j = 0; j < E; ++j)
-        v[j] = __fmul_rn(__fsub_rn(v[j], of.mean[j]), plain ? quotient(1.f, of.scale[j], reciprocal(of.scale[j])) : __fdiv_rn(1.f, of.scale[j]));
+        v[j] = __fmul_rn(__fsub_rn(v[j], of.mean[j]),
+                         plain ? quotient(1.f, of.scale[j], reciprocal(of.scale[j])) : __fdiv_rn(1.f, of.scale[j]));
     }
     if (side.rotate) hadamard(v, norm, room);
 #pragma unroll
@@ -256,7 +301,8 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
       to_codes(numbers, v, scales.scale, scales.shift);
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
-        if (place.is_there && (FIRST + p) % SIZE == 0) place.store_scale((FIRST + p) / SIZE, to_half(scales.scale[p]), to_half(scales.shift[p]));
+        if (place.is_there && (FIRST + p) % SIZE == 0)
+          place.store_scale((FIRST + p) / SIZE, to_half(scales.scale[p]), to_half(scales.shift[p]));
     }
   }
   if (place.is_there) store_row(place, numbers, (u32*)room);

@@ -1,7 +1,7 @@
 """Reading a paged attention cache back: keys and values of whole sequences as contiguous tensors, for passes of several positions, whose attention is
 torch's. formats/kv_int4.py has rows and pages.
 
-On cards from sm_80 on kv_read.cu does it in one launch, to the reference's bits where they are finite. Its grid follows from `max_len`, which the host
+On cards from sm_80 on sm80_kv_read.cu does it in one launch, to the reference's bits where they are finite. Its grid follows from `max_len`, which the host
 knows; lengths and block tables are read on the card, so that a captured graph stays valid when they change. The rest runs by the reference.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilepress.formats.kv_int4 import KVFormat, check_pages, from_channels, read_pages
 from tilepress.kernels import jit, library
+from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import KINDS, THREADS, address, blocks, row_macros, values_of
 
 library.define(
@@ -22,6 +23,10 @@ library.define(
 )
 
 _TOKENS = 8  # of a warp
+_TAKES = (
+    "pages* block_table* seq_lens* key_channels* value_channels* key_fixed* value_fixed* key* value* "
+    "norm rotate sequences heads max_len table_stride:8 table_width num_pages"
+)
 
 
 class _Read(NamedTuple):
@@ -44,16 +49,16 @@ class _Read(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of keys and of values."""
+        """The shape of keys and of values."""
         return self.seq_lens.shape[0], self.pages.shape[1], self.max_len, self.head_dim
 
     @property
     def calibration(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels take it."""
+        """The calibration's tensors in the order in which kernels take them."""
         return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
 
     def check(self) -> KVFormat:
-        """The format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+        """Return the format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
         sequences, heads, max_len, dim = self.shape
         form = KVFormat(dim, self.bits, self.group_size, self.static)
         check_pages(self.pages, heads, form)
@@ -73,7 +78,7 @@ class _Read(NamedTuple):
 
     @property
     def suits_kernels(self) -> bool:
-        """Of arguments that are checked: whether they lie as kv_read.cu reads and writes them, on a card with kernels."""
+        """Whether the arguments, already checked, lie as sm80_kv_read.cu reads and writes them, on a card with kernels."""
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None
@@ -107,13 +112,13 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def source(form: KVFormat, dtype: torch.dtype) -> str:
-    """Of a kernel that gives keys and values in a dtype."""
-    return jit.source("kv_read.cu", **row_macros(form, dtype))
+    """Return the source of a kernel that gives keys and values in a dtype."""
+    return jit.source("sm80_kv_read.cu", **row_macros(form, dtype))
 
 
 @functools.cache
 def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("kv_read", source(form, dtype), THREADS, overlaps=True)
+    return jit.Kernel("kv_read", source(form, dtype), _TAKES, THREADS, overlaps=True)
 
 
 def _kv_read_cuda(*arguments) -> tuple[Tensor, Tensor]:
@@ -160,7 +165,6 @@ def _(*arguments):
     return tuple(read.pages.new_empty(read.shape, dtype=read.out_dtype) for _ in range(2))
 
 
-def path(device: torch.device) -> str:
-    """Which implementation serves a device: what results report."""
-    why = jit.why_not(device)
-    return f"kv_read {'kernel' if why is None else 'reference'} on {device.type}{why or ''}"
+def path(device: torch.device) -> Path:
+    """Return which implementation serves a device."""
+    return Path("kv_read", device.type, jit.why_not(device))

@@ -1,8 +1,8 @@
-// Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on. Where a byte stands in its page is
-// `page_order` of formats/kv_int4.py in closed form.
+// Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on.
+// Where a byte stands in its page is `page_order` of formats/kv_int4.py in closed form.
 //
-// Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; KIND of the input, 0 float32, 1 bfloat16, 2 float16. Rows begin at multiples of
-// E elements where E is a power of two.
+// Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; KIND of the input, 0 float32, 1
+// bfloat16, 2 float16. Rows begin at multiples of E elements where E is a power of two.
 
 #define E (D / 32)                            // channels of a lane
 #define LANE ((int)(threadIdx.x % 32))
@@ -23,7 +23,11 @@
 #define ROOM (IS_POWER(D) && !SPLITS_BYTES ? 1 : D)  // floats of shared memory that a warp needs
 
 __device__ __forceinline__ u16 to_half(float v) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
-__device__ __forceinline__ u16 to_bfloat(float v) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(0.f), "f"(v)); return (u16)r; }
+__device__ __forceinline__ u16 to_bfloat(float v) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(0.f), "f"(v));
+  return (u16)r;
+}
 __device__ __forceinline__ float from_bfloat(u16 v) { return __uint_as_float((u32)v << 16); }
 
 // COUNT neighbours as memory has them, of a KIND: asked for at once, looked at later.
@@ -69,7 +73,8 @@ __device__ __forceinline__ void hadamard(float (&v)[E], float norm, float* room)
     }
     float other[E];
 #pragma unroll
-    for (int j = 0; j < E; ++j) other[j] = !IS_POWER(D) ? room[FIRST + j ^ step] : step < E ? v[j ^ step] : __shfl_xor_sync(ALL, v[j], step / E);
+    for (int j = 0; j < E; ++j)
+      other[j] = !IS_POWER(D) ? room[FIRST + j ^ step] : step < E ? v[j ^ step] : __shfl_xor_sync(ALL, v[j], step / E);
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = FIRST + j & step ? __fsub_rn(other[j], v[j]) : __fadd_rn(v[j], other[j]);
   }
@@ -78,7 +83,8 @@ __device__ __forceinline__ void hadamard(float (&v)[E], float norm, float* room)
 }
 
 struct Side {  // of keys or values
-  const float* channels; const u16* fixed;    // mean, scale, weight [3, heads, D] or 0; (scale, shift) [heads, GROUPS, 2]
+  // Mean, scale, weight [3, heads, D] or 0; (scale, shift) [heads, GROUPS, 2].
+  const float* channels; const u16* fixed;
   float half_clip; int rotate;
 };
 
@@ -88,7 +94,10 @@ struct Calibration {  // a head's, of this lane's channels
 
   __device__ __forceinline__ void load(const Side& side, int head, int heads) {
 #pragma unroll
-    for (int j = 0; j < Raw<E, 0>::WORDS; ++j) { mean.words[j] = 0; scale.words[j] = weight.words[j] = __float_as_uint(1.f); }
+    for (int j = 0; j < Raw<E, 0>::WORDS; ++j) {
+      mean.words[j] = 0;
+      scale.words[j] = weight.words[j] = __float_as_uint(1.f);
+    }
     if (side.channels) {
       const int at = head * D + FIRST;
       mean.load(side.channels, at);
@@ -114,8 +123,12 @@ template <int BYTES> __device__ __forceinline__ void put(unsigned char* to, u64 
 struct Place {  // of a row in the pages
   unsigned char* page; int token; bool is_value, is_there;
 
-  __device__ __forceinline__ Place(unsigned char* pages, int num_pages, long long slot, int head, int heads, bool is_value)
-      : page(pages + (slot / 64 * heads + head) * PAGE_BYTES), token(slot % 64), is_value(is_value), is_there(slot >= 0 && slot < num_pages * 64ll) {
+  __device__ __forceinline__ Place(unsigned char* pages, int num_pages, long long slot, int head, int heads,
+                                   bool is_value)
+      : page(pages + (slot / 64 * heads + head) * PAGE_BYTES),
+        token(slot % 64),
+        is_value(is_value),
+        is_there(slot >= 0 && slot < num_pages * 64ll) {
     page += token / 32 * UNIT_BYTES;
     token %= 32;
   }
@@ -136,7 +149,8 @@ struct Place {  // of a row in the pages
   // A group's scale; the shift follows it, but in values of several groups another token's scale stands between.
   __device__ __forceinline__ unsigned char* scale_byte(int g) const {
     unsigned char* scales = page + 64 * CODE_BYTES + is_value * 32 * SCALE_BYTES;
-    if (is_value && GROUPS > 1) return scales + (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
+    if (is_value && GROUPS > 1)
+      return scales + (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
     return scales + ((token % 8 * GROUPS + g) * 4 + token / 8) * 4;
   }
   __device__ __forceinline__ void store_scale(int g, u16 scale, u16 shift) const {
@@ -160,7 +174,11 @@ __device__ __forceinline__ void store_numbers(void* out, long long at, const flo
   for (int j = 0; j < E; j += TOGETHER) {
     u64 word = 0;
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) word |= (u64)(KIND == 0 ? __float_as_uint(v[j + i]) : KIND == 1 ? to_bfloat(v[j + i]) : to_half(v[j + i])) << 8 * BYTES * i;
+    for (int i = 0; i < TOGETHER; ++i)
+      word |= (u64)(KIND == 0   ? __float_as_uint(v[j + i])
+                    : KIND == 1 ? to_bfloat(v[j + i])
+                                : to_half(v[j + i]))
+              << 8 * BYTES * i;
     put<TOGETHER * BYTES>((unsigned char*)out + (at + j) * BYTES, word);
   }
 }

@@ -1,11 +1,13 @@
-// A unit of a paged cache, UNIT tokens of one KV head in shared memory, against its query heads, by one warp: an online softmax over products of the tensor core.
+// A unit of a paged cache, UNIT tokens of one KV head in shared memory, against its query heads, by one warp: an online
+// softmax over products of the tensor core.
 //
-// Keys are the left factor of an m16n8k16 product, 8 query heads the right one, so that codes enter the tensor core as they lie in the page: a code of 4 or 8
-// bits in a half is a denormal of float16, exact; powers of two are undone in the query and at the end. Scales of a row multiply scores and probabilities
-// (row-wise), or codes (groups). Fixed scales are folded into query and output.
+// Keys are the left factor of an m16n8k16 product, 8 query heads the right one, so that codes enter the tensor core as
+// they lie in the page: a code of 4 or 8 bits in a half is a denormal of float16, exact; powers of two are undone in
+// the query and at the end. Scales of a row multiply scores and probabilities (row-wise), or codes (groups). Fixed
+// scales are folded into query and output.
 //
-// Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16: of the query; ROTATE 0 | 1; UNIT 32 | 64, or
-// 16 of 16 bits.
+// Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16:
+// of the query; ROTATE 0 | 1; UNIT 32 | 64, or 16 of 16 bits.
 
 #define ALL (~0u)
 #define CODE_BYTES (D * BITS / 8)
@@ -15,7 +17,8 @@
 #define ROW_BYTES (CODE_BYTES + (DYNAMIC ? 4 * GROUPS : 0))
 #define UNIT_BYTES (2 * UNIT * ROW_BYTES)
 #define UNITS_OF_PAGE (64 / UNIT)
-#define RUN (UNIT < 32 ? UNIT : 32)           // tokens whose planes follow one another: keys' codes, values' codes, keys' scales, values' scales
+// Tokens whose planes follow one another: keys' codes, values' codes, keys' scales, values' scales.
+#define RUN (UNIT < 32 ? UNIT : 32)
 #define RUNS (UNIT / RUN)
 #define TILES_OF_RUN (RUN / 16)
 #define RUN_BYTES (2 * RUN * ROW_BYTES)
@@ -25,11 +28,14 @@
 #define WORDS (CODE_BYTES / 16)               // of a lane, of 8 tokens
 #define HEADS (8 * TILES)
 #define LOG2E 1.4426950408889634f
-#define MARGIN 2.f                            // a running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT)
-// As large as float16 allows: what is far below the largest must not vanish. Row-wise it is multiplied by scales, up to 511 of 4 bits and 63 of 8.
+// A running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT).
+#define MARGIN 2.f
+// As large as float16 allows: what is far below the largest must not vanish. Row-wise it is multiplied by scales, up to
+// 511 of 4 bits and 63 of 8.
 #define LIFT (ROW_WISE ? BITS == 4 ? 5.f : 8.f : BITS == 16 ? 2.f : 12.f)
 
-// Codes in halves are CODE times a float16 denormal's step of 2^-24, those in the upper nibble 16 times as much. The query carries up to 2^14 / 2^10.
+// Codes in halves are CODE times a float16 denormal's step of 2^-24, those in the upper nibble 16 times as much. The
+// query carries up to 2^14 / 2^10.
 #if BITS == 4 && !GROUPED
 #define EVEN 14
 #define ODD 10
@@ -48,12 +54,32 @@
 #endif
 #define SCORE (GROUPED ? -10 : 10)            // scores are 2^SCORE times too small
 
-__device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ float log2_of(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ float inverse(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_of(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
-__device__ __forceinline__ u32 mul_halves(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+__device__ __forceinline__ u32 mul_halves(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
 __device__ __forceinline__ float low_half(u32 v) { return half_to_float((u16)v); }
 __device__ __forceinline__ float high_half(u32 v) { return half_to_float((u16)(v >> 16)); }
 #if BITS == 16
@@ -61,10 +87,16 @@ __device__ __forceinline__ float high_half(u32 v) { return half_to_float((u16)(v
 #else
 #define FACTORS "f16"
 #endif
-__device__ __forceinline__ u32 to_factors(float low, float high) { u32 r; asm("cvt.rn." FACTORS "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ u32 to_factors(float low, float high) {
+  u32 r;
+  asm("cvt.rn." FACTORS "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." FACTORS "." FACTORS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." FACTORS "." FACTORS
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ float warp_max(float x, int from = 1, int to = 32) {
 #pragma unroll
@@ -92,11 +124,14 @@ template <bool KEY> __device__ __forceinline__ void load_words(u32 (&w)[WORDS], 
   }
 }
 
-// The channel of the output that register 0 of an even tile t belongs to; registers 0 and 2 of tiles t and t + 1 have four neighbours.
+// The channel of the output that register 0 of an even tile t belongs to; registers 0 and 2 of tiles t and t + 1 have
+// four neighbours.
 __device__ __forceinline__ int channel_of(int t) {
   const int g = threadIdx.x % 32 / 4;
   if (D == 128) return 16 * g + 2 * t;
-  return BITS == 4 ? 8 * g + 2 * t : BITS == 8 ? 16 * (g % 4) + 8 * (g / 4) + 2 * t : 16 * (g % 4) + 4 * (g / 4) + 4 * t;
+  return BITS == 4   ? 8 * g + 2 * t
+         : BITS == 8 ? 16 * (g % 4) + 8 * (g / 4) + 2 * t
+                     : 16 * (g % 4) + 4 * (g / 4) + 4 * t;
 }
 
 // The first of 8 channels of keys, the j-th that a lane has.
@@ -125,26 +160,30 @@ __device__ __forceinline__ u32 high_codes(u32 v) {
 }
 
 // Keys of 16 tokens, words x of the first 8 and y of the others, with a query head's.
-__device__ __forceinline__ void multiply_keys(float (&s)[4], const u32 (&x)[WORDS], const u32 (&y)[WORDS], u32 first_scale, u32 second_scale, const Query& query) {
+__device__ __forceinline__ void multiply_keys(float (&s)[4], const u32 (&x)[WORDS], const u32 (&y)[WORDS],
+                                              u32 first_scale, u32 second_scale, const Query& query) {
 #if GROUPED
   const u32 sx = mul_halves(__byte_perm(first_scale, 0, 0x1010), 0x60006000), zx = __byte_perm(first_scale, 0, 0x3232);
-  const u32 sy = mul_halves(__byte_perm(second_scale, 0, 0x1010), 0x60006000), zy = __byte_perm(second_scale, 0, 0x3232);
+  const u32 sy = mul_halves(__byte_perm(second_scale, 0, 0x1010), 0x60006000),
+            zy = __byte_perm(second_scale, 0, 0x3232);
 #endif
 #pragma unroll
   for (int w = 0; w < WORDS; ++w) {
 #if BITS == 16
     if (w % 2 == 0) mma(s, x[w], y[w], x[w + 1], y[w + 1], query.q[w], query.q[w + 1]);
 #elif BITS == 8
-    mma(s, __byte_perm(x[w], 0, 0x4140), __byte_perm(y[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342), __byte_perm(y[w], 0, 0x4342), query.q[2 * w], query.q[2 * w + 1]);
+    mma(s, __byte_perm(x[w], 0, 0x4140), __byte_perm(y[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342),
+        __byte_perm(y[w], 0, 0x4342), query.q[2 * w], query.q[2 * w + 1]);
 #else
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 a = x[w] >> 8 * i, b = y[w] >> 8 * i;
 #if GROUPED
-      mma(s, fma_halves(low_codes(a), sx, zx), fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(a), sx, zx), fma_halves(high_codes(b), sy, zy),
-          query.q[4 * w + 2 * i], query.q[4 * w + 2 * i + 1]);
+      mma(s, fma_halves(low_codes(a), sx, zx), fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(a), sx, zx),
+          fma_halves(high_codes(b), sy, zy), query.q[4 * w + 2 * i], query.q[4 * w + 2 * i + 1]);
 #else
-      mma(s, low_codes(a), low_codes(b), high_codes(a), high_codes(b), query.q[4 * w + 2 * i], query.q[4 * w + 2 * i + 1]);
+      mma(s, low_codes(a), low_codes(b), high_codes(a), high_codes(b), query.q[4 * w + 2 * i],
+          query.q[4 * w + 2 * i + 1]);
 #endif
     }
 #endif
@@ -152,7 +191,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[4], const u32 (&x)[WORD
 }
 
 // Values of 16 tokens times their probabilities.
-__device__ __forceinline__ void multiply_values(float (&o)[D / 16][4], const u32 (&x)[WORDS], const u32 (&y)[WORDS], const uint4& scales, u32 p0, u32 p1) {
+__device__ __forceinline__ void multiply_values(float (&o)[D / 16][4], const u32 (&x)[WORDS], const u32 (&y)[WORDS],
+                                                const uint4& scales, u32 p0, u32 p1) {
 #if GROUPED
   const u32 sx = mul_halves(scales.x, 0x60006000), zx = scales.y, sy = mul_halves(scales.z, 0x60006000), zy = scales.w;
 #endif
@@ -161,13 +201,15 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 16][4], const u32
 #if BITS == 16
     if (w % 2 == 0) mma(o[w / 2], x[w], x[w + 1], y[w], y[w + 1], p0, p1);
 #elif BITS == 8
-    mma(o[w], __byte_perm(x[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342), __byte_perm(y[w], 0, 0x4140), __byte_perm(y[w], 0, 0x4342), p0, p1);
+    mma(o[w], __byte_perm(x[w], 0, 0x4140), __byte_perm(x[w], 0, 0x4342), __byte_perm(y[w], 0, 0x4140),
+        __byte_perm(y[w], 0, 0x4342), p0, p1);
 #else
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 a = x[w] >> 8 * i, b = y[w] >> 8 * i;
 #if GROUPED
-      mma(o[2 * w + i], fma_halves(low_codes(a), sx, zx), fma_halves(high_codes(a), sx, zx), fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(b), sy, zy), p0, p1);
+      mma(o[2 * w + i], fma_halves(low_codes(a), sx, zx), fma_halves(high_codes(a), sx, zx),
+          fma_halves(low_codes(b), sy, zy), fma_halves(high_codes(b), sy, zy), p0, p1);
 #else
       mma(o[2 * w + i], low_codes(a), high_codes(a), low_codes(b), high_codes(b), p0, p1);
 #endif
@@ -194,13 +236,16 @@ __device__ __forceinline__ void mask(float (&s)[TILES][UNIT / 16][4], u32 unit, 
 #elif GROUPED
   for (int k = 0; k < 2 * GROUPS * RUNS; ++k)               // scale and shift: a half each in their pair of tokens
     if (k / (2 * GROUPS) * 32 + lane >= valid)
-      sts16_if(unit + k / (2 * GROUPS) * RUN_BYTES + VALUE_SCALES_AT + lane / 16 * (GROUPS * 64) + k / 2 % GROUPS * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 8 + k % 2 * 4 + lane % 2 * 2, 0, true);
+      sts16_if(unit + k / (2 * GROUPS) * RUN_BYTES + VALUE_SCALES_AT + lane / 16 * (GROUPS * 64) + k / 2 % GROUPS * 64 +
+                   lane % 8 / 2 * 16 + lane / 8 % 2 * 8 + k % 2 * 4 + lane % 2 * 2,
+               0, true);
 #elif BITS == 16
   for (int t = valid / 8; t < UNIT / 8; ++t) {
     const int token = t * 8 + lane % 4 * 2;
     const u32 keep = (token < valid ? 0xffff : 0) | (token + 1 < valid ? 0xffff0000 : 0);
     for (int i = 0; i < WORDS; ++i) {
-      const u32 at = unit + t / (RUN / 8) * RUN_BYTES + VALUES_AT + t % (RUN / 8) * 8 * CODE_BYTES + i / 4 * 512 + lane * 16 + i % 4 * 4;
+      const u32 at = unit + t / (RUN / 8) * RUN_BYTES + VALUES_AT + t % (RUN / 8) * 8 * CODE_BYTES + i / 4 * 512 +
+                     lane * 16 + i % 4 * 4;
       sts32(at, lds32(at) & keep);
     }
   }
@@ -221,7 +266,9 @@ __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)
       scales[4 * r] = v.x; scales[4 * r + 1] = v.y; scales[4 * r + 2] = v.z; scales[4 * r + 3] = v.w;
     }
   };
-  const auto tile_at = [&](int t) -> u32 { return unit + t / TILES_OF_RUN * RUN_BYTES + t % TILES_OF_RUN * 16 * CODE_BYTES; };
+  const auto tile_at = [&](int t) -> u32 {
+    return unit + t / TILES_OF_RUN * RUN_BYTES + t % TILES_OF_RUN * 16 * CODE_BYTES;
+  };
   if (DYNAMIC) load_scales(unit + KEY_SCALES_AT + g * 16 * GROUPS + c * GROUPS / 4 * 16);
 #pragma unroll
   for (int t = 0; t < UNIT / 16; ++t) {
@@ -235,7 +282,8 @@ __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)
       multiply_keys(mine, x, y, scales[2 * t], scales[2 * t + 1], query[n]);
       if (ROW_WISE) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mine[i] = mine[i] * low_half(scales[2 * t + i / 2]) + high_half(scales[2 * t + i / 2]) * query[n].sum[i % 2];
+        for (int i = 0; i < 4; ++i)
+          mine[i] = mine[i] * low_half(scales[2 * t + i / 2]) + high_half(scales[2 * t + i / 2]) * query[n].sum[i % 2];
       }
     }
   }
@@ -253,7 +301,8 @@ __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)
     if (!__any_sync(ALL, top[0] > st.limit[0] || top[1] > st.limit[1])) continue;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const float higher = fmaxf(warp_max(top[k], 4), st.top[k]), shrink = exp2_of((st.top[k] - higher) * query[n].factor[k]);
+      const float higher = fmaxf(warp_max(top[k], 4), st.top[k]),
+                  shrink = exp2_of((st.top[k] - higher) * query[n].factor[k]);
 #pragma unroll
       for (int t = 0; t < D / 16; ++t) { st.o[t][k] *= shrink; st.o[t][k + 2] *= shrink; }
       st.sum[k] *= shrink; st.shift[k] *= shrink;
@@ -267,7 +316,9 @@ __device__ __forceinline__ void attend(u32 unit, int valid, const Query (&query)
     load_words<false>(x, tile_at(t) + VALUES_AT);
     load_words<false>(y, tile_at(t) + VALUES_AT + 8 * CODE_BYTES);
     uint4 of_groups = {};
-    if (GROUPED) of_groups = lds128(unit + t / TILES_OF_RUN * RUN_BYTES + VALUE_SCALES_AT + t % TILES_OF_RUN * GROUPS * 64 + g * GROUPS / 8 * 64 + c * 16);
+    if (GROUPED)
+      of_groups = lds128(unit + t / TILES_OF_RUN * RUN_BYTES + VALUE_SCALES_AT + t % TILES_OF_RUN * GROUPS * 64 +
+                         g * GROUPS / 8 * 64 + c * 16);
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       State& st = state[n];
@@ -308,8 +359,10 @@ __device__ __forceinline__ void hadamard(float (&v)[D / 4]) {
   for (int k = 0; k < D / 4; ++k) v[k] *= D == 64 ? 0.125f : 0.08838834764831845f;
 }
 
-// From a lane's channels of head lane / 4, two in each of `raw`, as memory has them: times the keys' calibrated scale, rotated, times their fixed scale.
-__device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* channels, const u16* fixed, float scale) {
+// From a lane's channels of head lane / 4, two in each of `raw`, as memory has them: times the keys' calibrated scale,
+// rotated, times their fixed scale.
+__device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* channels, const u16* fixed,
+                                         float scale) {
   Query query;
   float v[D / 4];
 #pragma unroll
@@ -342,12 +395,13 @@ __device__ __forceinline__ Query prepare(const u32 (&raw)[D / 8], const float* c
   for (int k = 0; k < D / 8; ++k) {
     if (BITS == 8) {
       query.q[k] = to_factors(v[2 * k] * even, v[2 * k + 1] * even);
-    } else {                                               // a word of 8 codes gives channels (0, 4), (1, 5), (2, 6), (3, 7)
+    } else {  // a word of 8 codes gives channels (0, 4), (1, 5), (2, 6), (3, 7)
       const int first = k / 4 * 8 + k % 4;
       const float by = k % 2 ? odd : even;
       query.q[k] = to_factors(v[first] * by, v[first + 4] * by);
     }
-    sum += (low_half(query.q[k]) + high_half(query.q[k])) * (BITS == 8 || k % 2 == 0 ? 1.f : power_of_two(EVEN - ODD));   // of what is multiplied
+    // Of what is multiplied.
+    sum += (low_half(query.q[k]) + high_half(query.q[k])) * (BITS == 8 || k % 2 == 0 ? 1.f : power_of_two(EVEN - ODD));
   }
   sum = warp_sum(sum, 1, 4) * power_of_two(-SCORE - EVEN);
   const float factor = scale * LOG2E * power_of_two(SCORE + e);

@@ -1,7 +1,7 @@
 // Rows of y [n, m] from accumulators, and of W [rows, cols] decoded.
 
-// Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in `high`: exchanged with the lane
-// beside it, each has 4 rows, 8 bytes.
+// Writes 16 rows of a column of y. Lane l of four has rows 2l, 2l + 1 in `low` and the same of the 8 rows below in
+// `high`: exchanged with the lane beside it, each has 4 rows, 8 bytes.
 __device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 high, bool ok) {
   const bool odd = threadIdx.x & 1;
   const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 1), first = odd ? other : low, second = odd ? high : other;
@@ -16,11 +16,15 @@ __device__ __forceinline__ void write_rows(u16* y, int row, int m, u32 low, u32 
   }
 }
 
-__device__ __forceinline__ float bias_of(const u16* bias, int row, int m) { return bias && row < m ? to_float(bias[row]) : 0.f; }
+__device__ __forceinline__ float bias_of(const u16* bias, int row, int m) {
+  return bias && row < m ? to_float(bias[row]) : 0.f;
+}
 
-// 16 rows of y from `row` on, and all columns, from a warp's part of an m64 accumulator: registers 4 i + {0, 1} are row lane / 4, columns
-// 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below. `finish(sum, below, column)` is the value of one.
-template <int COUNT, class T, class F> __device__ __forceinline__ void write_m64(const T (&acc)[COUNT], int row, u16* y, int n, int m, F finish) {
+// 16 rows of y from `row` on, and all columns, from a warp's part of an m64 accumulator: registers 4 i + {0, 1} are row
+// lane / 4, columns 8 i + 2 (lane % 4) + {0, 1}; + {2, 3} the row 8 below. `finish(sum, below, column)` is the value of
+// one.
+template <int COUNT, class T, class F>
+__device__ __forceinline__ void write_m64(const T (&acc)[COUNT], int row, u16* y, int n, int m, F finish) {
 #pragma unroll
   for (int i = 0; i < COUNT / 4; ++i) {
     const T* a = acc + 4 * i;

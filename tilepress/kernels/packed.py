@@ -1,4 +1,4 @@
-"""What the ops on packed weights share: their arguments, what is worked out once for a weight, and products with a weight that is decoded first."""
+"""What the ops on packed weights share: their arguments, what is worked out once for a weight, and products with a decoded weight."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -41,14 +41,14 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class PerWeight(Generic[Made]):
-    """What `make(offsets, blocks)` works out for a weight where it is first multiplied; it waits for the device, and that lets kernels read words and
-    offsets before the kernels ahead of them have ended."""
+    """Keeps what `make(offsets, blocks)` works out for a weight where it is first multiplied. It waits for the device, and that lets kernels read words
+    and offsets before the kernels ahead of them have ended."""
 
     def __init__(self, make: Callable[[Tensor, int], Made]):
         self._make, self._made = make, WeakIdKeyDictionary()
 
     def __call__(self, words: Tensor, offsets: Tensor, blocks: int) -> Made:
-        """Anew where the tensors have changed. Raises TilepressError inside a CUDA graph."""
+        """Return what was made, made anew where the tensors have changed. Raises TilepressError inside a CUDA graph."""
         version = blocks, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in (words, offsets))
         known, made = self._made.get(offsets, (None, None))
         if known != version:
@@ -62,7 +62,7 @@ class PerWeight(Generic[Made]):
 
 
 def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:
-    """Where the runs of tiles begin that `parts` blocks take, equal in bytes and `tile_cost` a tile, in 16 bytes: int32 [parts + 1, 2], tiles and their
+    """Return where the runs of tiles begin that `parts` blocks take, equal in bytes and `tile_cost` a tile, in 16 bytes: int32 [parts + 1, 2], tiles and their
     offsets, from offsets int32 [tiles + 1], on their device. No run is empty; where tiles are too few, the last ones are."""
     count, number = len(offsets) - 1, torch.arange(parts + 1, device=offsets.device)
     ends = torch.cumsum((offsets[1:] - offsets[:-1] + tile_cost).long(), 0)
@@ -76,7 +76,8 @@ def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:
 def multiply_decoded(
     x: Tensor, bias: Tensor | None, rows: int, tile: tuple[int, int], decode: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
-    """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape."""
+    """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape.
+    A bias is added in float32 and the sum is rounded once, as the kernels do."""
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-x.shape[1] // tile[1])
     with torch.no_grad():  # out= has no gradient
@@ -87,5 +88,12 @@ def multiply_decoded(
             if bias is None:
                 torch.mm(x, dense, out=out)
             else:
-                torch.addmm(bias[first:last], x, dense, out=out)
+                torch.add(_wide_product(x, dense), bias[first:last], out=out)
     return y
+
+
+def _wide_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [n, cols] times w [cols, rows] in float32, or in their own dtype if it is as wide."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x @ w
+    return torch.mm(x, w, out_dtype=torch.float32) if x.is_cuda else x.float() @ w.float()

@@ -1,4 +1,4 @@
-"""What stands between the projections of attention and attention: biases, norms of queries and keys, RoPE and the append to the paged cache, one op.
+"""What stands between attention's projections and attention, as one op: biases, norms of queries and keys, RoPE, the append to the paged cache.
 
     query, key, value -> + bias -> RMS norm over a head -> RoPE -> the query
                                    (queries and keys)          key and value into their pages, as kv_append stores them
@@ -13,7 +13,7 @@ neighbour (GPT-J). With cos and sin in float32 beside 16-bit inputs it is comput
 With `fold` the query comes back as the stored keys want it, times the keys' scale and rotated as they are, and attention needs neither key_channels nor
 rotate: the query as above, then in float32, rounded once more. 16-bit keys are stored as they are: nothing is folded.
 
-On cards from sm_80 on rope_append.cu does it in one launch, to the reference's bits where they are finite; the rest runs by the reference.
+On cards from sm_80 on sm80_rope_append.cu does it in one launch, to the reference's bits where they are finite; the rest runs by the reference.
 """
 
 import functools
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from tilepress.formats.kv_int4 import KVFormat, hadamard
 from tilepress.kernels import jit, library
+from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import (
+    CACHE_TAKES,
     KINDS,
     QUANTIZATION,
     Quantization,
@@ -42,7 +44,20 @@ library.define(
     f"{QUANTIZATION}) -> Tensor"
 )
 
-_SHAPE = "HEADS", "KV_HEADS", "ROTARY", "INTERLEAVED", "WIDE", "BIASES", "NORMS", "FOLD"  # macros of rope_append.cu
+_SHAPE = (
+    "HEADS",
+    "KV_HEADS",
+    "ROTARY",
+    "INTERLEAVED",
+    "WIDE",
+    "BIASES",
+    "NORMS",
+    "FOLD",
+)  # macros of sm80_rope_append.cu
+_TAKES = (
+    f"{CACHE_TAKES} out* query* key* value* query_token:8 query_head:8 key_token:8 key_head:8 value_token:8 value_head:8 "
+    "query_bias* key_bias* value_bias* query_norm* key_norm* eps cosines* sines* cosine_token:8 sine_token:8"
+)
 _THREADS = 192  # a warp for a row: few blocks start sooner than many, small ones end sooner
 
 
@@ -103,7 +118,7 @@ class _Rows:
         return self.query_bias, self.key_bias, self.value_bias, self.query_norm, self.key_norm
 
     def check(self, pages: Tensor, how: Quantization) -> KVFormat:
-        """The format of rows. Raises ValueError for what does not fit together."""
+        """Return the format of rows. Raises ValueError for what does not fit together."""
         query, key, cos, sin = self.query, self.key, self.cos, self.sin
         if not query.dim() == key.dim() == self.value.dim() == 3:
             raise ValueError(
@@ -207,12 +222,12 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
 def source(form: KVFormat, dtype: torch.dtype, steps: Steps, *shape: int) -> str:
     """`shape` has what `_SHAPE` names."""
     macros = {name: int(number) for name, number in zip(_SHAPE, shape, strict=True)}
-    return jit.source("rope_append.cu", **row_macros(form, dtype), **steps.macros, **macros, WARPS=_THREADS // 32)
+    return jit.source("sm80_rope_append.cu", **row_macros(form, dtype), **steps.macros, **macros, WARPS=_THREADS // 32)
 
 
 @functools.cache
 def _kernel(*what) -> jit.Kernel:
-    return jit.Kernel("rope_append", source(*what), _THREADS, overlaps=True)
+    return jit.Kernel("rope_append", source(*what), _TAKES, _THREADS, overlaps=True)
 
 
 def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
@@ -233,7 +248,6 @@ def _(pages, query, *_):
     return query.new_empty(query.shape)
 
 
-def path(device: torch.device) -> str:
-    """Which implementation serves a device: what results report."""
-    why = jit.why_not(device)
-    return "rope_append kernel on cuda" if why is None else f"rope_append reference on {device.type}{why}"
+def path(device: torch.device) -> Path:
+    """Return which implementation serves a device."""
+    return Path("rope_append", device.type, jit.why_not(device))

@@ -13,7 +13,8 @@ from tilepress.formats.kv_int4 import KVFormat, check_serialized, dequantize_row
 
 
 def serialized_form(head_dim: int, row_bytes: int) -> KVFormat:
-    """Of rows of so many bytes. Raises ValueError for a size that no number of groups gives, UsageError for a head dimension that no format has."""
+    """Return the format of rows of so many bytes. Raises ValueError for a size that no number of groups gives, UsageError for a head dimension that no
+    format has."""
     groups, rest = divmod(row_bytes - head_dim // 2, 4)
     if groups < 1 or rest or head_dim % groups or (groups > 1 and head_dim // groups % 32):
         raise ValueError(

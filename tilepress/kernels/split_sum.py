@@ -10,8 +10,8 @@ _tickets = itertools.count(secrets.randbits(62))
 
 
 def scratch(device: torch.device, blocks: int, of_block: int, rows: int, columns: int) -> tuple[Tensor, int, int, int]:
-    """For `blocks` blocks that leave sums [rows, columns], float32, in `of_block` parts: memory, to be kept until the launch; the addresses of
-    sums and flags in it; a ticket that no other launch has."""
+    """Return memory for `blocks` blocks that leave sums [rows, columns], float32, in `of_block` parts: the memory, to be kept until the launch; the
+    addresses of sums and flags in it; a ticket that no other launch has."""
     flags = -(-8 * of_block * blocks // 256) * 256
     memory = torch.empty(flags + 4 * blocks * rows * columns, dtype=torch.uint8, device=device)
     return memory, memory.data_ptr() + flags, memory.data_ptr(), next(_tickets)

@@ -1,5 +1,5 @@
-// Tiles of formats/tiled_bitmap.py in shared memory: masks, starts, values. A warp's lanes read the values of their runs, each in a bank of its own.
-// Macros: GROUP 1 | 2, WIDTH bytes of a group (1, 2, 4), INT8 0 | 1, BF16 0 | 1.
+// Tiles of formats/tiled_bitmap.py in shared memory: masks, starts, values. A warp's lanes read the values of their
+// runs, each in a bank of its own. Macros: GROUP 1 | 2, WIDTH bytes of a group (1, 2, 4), INT8 0 | 1, BF16 0 | 1.
 #define RUN_BITS (64 / GROUP)
 #define STEP_BITS (8 / GROUP)                 // of a step: a lane's part of an m16k16 tile, four registers
 #define HEADER (256 * RUN_BITS / 8 + 512)     // bytes of masks and starts
@@ -26,8 +26,9 @@ __device__ __forceinline__ void load_group(u32& v, u32 at) {
   if (WIDTH == 4) asm volatile("ld.shared.u32 %0, [%1];" : "+r"(v) : "r"(at));
 }
 
-// Two int8 values, sign and magnitude, each twice in a half of `twice`, to two 16-bit values, INT8_FACTOR times smaller: sign and lowest bits make a
-// denormal, which fp16 products take as it is, and which bf16's have to be made larger for, or sums in float would be denormal too.
+// Two int8 values, sign and magnitude, each twice in a half of `twice`, to two 16-bit values, INT8_FACTOR times
+// smaller: sign and lowest bits make a denormal, which fp16 products take as it is, and which bf16's have to be made
+// larger for, or sums in float would be denormal too.
 __device__ __forceinline__ u32 expand(u32 twice) {
   u32 r = twice & 0x807f807f;
 #if BF16
@@ -40,7 +41,8 @@ __device__ __forceinline__ u32 expand(u32 twice) {
 template <int STEP> __device__ __forceinline__ void read_step(u32 (&a)[4], Run& run) {
   u32 v[STEP_BITS];
 #pragma unroll                                // zeros of 64 bits: one instruction for two registers
-  for (int i = 0; i < STEP_BITS; i += 2) asm volatile("{.reg .b64 z; mov.b64 z, 0; mov.b64 {%0, %1}, z;}" : "=r"(v[i]), "=r"(v[i + 1]));
+  for (int i = 0; i < STEP_BITS; i += 2)
+    asm volatile("{.reg .b64 z; mov.b64 z, 0; mov.b64 {%0, %1}, z;}" : "=r"(v[i]), "=r"(v[i + 1]));
   const u32 bits = run.mask[STEP * STEP_BITS / 32] >> STEP * STEP_BITS % 32;
 #pragma unroll
   for (int part = 0; part < STEP_BITS; part += 4) {
@@ -57,9 +59,11 @@ template <int STEP> __device__ __forceinline__ void read_step(u32 (&a)[4], Run& 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (GROUP == 2) a[i] = INT8 ? expand(__byte_perm(v[i], 0, 0x1100)) : v[i];
-    else a[i] = INT8 ? expand(__byte_perm(v[2 * i], v[2 * i + 1], 0x4400)) : __byte_perm(v[2 * i], v[2 * i + 1], 0x5410);
+    else
+      a[i] = INT8 ? expand(__byte_perm(v[2 * i], v[2 * i + 1], 0x4400)) : __byte_perm(v[2 * i], v[2 * i + 1], 0x5410);
   }
-  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));    // here, not behind the wgmma_fence, where ptxas would wait for other products first
+  // Here, not behind the wgmma_fence, where ptxas would wait for other products first.
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
 template <int FIRST, int COUNT> __device__ __forceinline__ void read_steps(u32 (&a)[COUNT][4], Run& run) {

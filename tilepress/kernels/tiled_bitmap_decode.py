@@ -16,7 +16,7 @@ THREADS = 256
 
 
 def macros(dtype: torch.dtype, value_dtype: torch.dtype, group: int) -> dict[str, int]:
-    """Of tiled_bitmap.cuh, for x or dense weights of a dtype."""
+    """Return the macros of tiled_bitmap.cuh, for x or dense weights of a dtype."""
     return {
         "GROUP": group,
         "WIDTH": group * value_dtype.itemsize,
@@ -35,9 +35,11 @@ def tiled_bitmap_decode_ref(
 
 @functools.cache
 def kernel(dtype: torch.dtype, value_dtype: torch.dtype, group: int) -> jit.Kernel:
-    source = jit.source("tiled_bitmap_decode.cu", **macros(dtype, value_dtype, group))
+    source = jit.source("sm80_tiled_bitmap_decode.cu", **macros(dtype, value_dtype, group))
     shared_bytes = 2 * TILE_ROWS * TILE_COLS + tiled_bitmap.largest_tile(group, value_dtype)
-    return jit.Kernel("tiled_bitmap_decode", source, THREADS, shared_bytes)
+    return jit.Kernel(
+        "tiled_bitmap_decode", source, "words* offsets* scale* w* rows cols k_blocks", THREADS, shared_bytes
+    )
 
 
 def _cuda(

@@ -1,8 +1,8 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x; for more, for x of another dtype than W's, and on other cards from sm_80 on,
-W is decoded to dense (tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any
-device; a card runs it for scales that are not of 16 bits.
+On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x. For more, for x of another dtype than W's, and on other cards
+from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole
+weight once a call, on any device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -15,7 +15,8 @@ from torch.nn.functional import linear
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
-from tilepress.kernels import jit, library, ptx, split_sum
+from tilepress.kernels import arch, jit, library, ptx, split_sum
+from tilepress.kernels.arch import HOPPER, Path
 from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_bitmap_decode import macros, tiled_bitmap_decode
 
@@ -27,7 +28,7 @@ MOST_ROWS = {
     1: 1536,
     2: 2048,
 }  # of x, that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster
-_SHARED_BYTES = 227 * 1024  # of a multiprocessor, for blocks of which each costs 1 KiB more
+_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
@@ -68,12 +69,13 @@ class Configuration:
 
     @property
     def most_blocks(self) -> int:
-        """Of a multiprocessor."""
+        """Most blocks of a multiprocessor."""
         return {8: 3, 16: 3, 32: 2, 64: 2, 128: 1}[self.columns]
 
     @property
     def fewest_slots(self) -> int:
-        """Of one block of several. Fewer blocks, and registers that they leave to the next kernel, are worth more to a model than to a product alone."""
+        """Fewest slots of one block of several. Fewer blocks, and registers that they leave to the next kernel, are worth more to a model than to a
+        product alone."""
         return 4 if self.columns <= 16 else 2
 
     @property
@@ -85,7 +87,7 @@ class Configuration:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and of another thread, 0 for equal shares."""
+        """Registers of a consumer's and of another thread, 0 for equal shares."""
         return (112, 32) if self.pairs == 2 else (0, 0)
 
     @property
@@ -103,14 +105,16 @@ class Configuration:
             "LOADER_REGISTERS": self.registers[1],
         }
         product = ptx.wgmma(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16", from_registers=True)
-        return jit.source("tiled_bitmap_spmm.cu", product, **own, **macros(self.dtype, self.value_dtype, self.group))
+        return jit.source(
+            "sm90_tiled_bitmap_spmm.cu", product, **own, **macros(self.dtype, self.value_dtype, self.group)
+        )
 
     def slot_bytes(self, tile_bytes: int) -> int:
         return self.pairs * tile_bytes + 256 * self.columns + 16
 
 
 class Plan(NamedTuple):
-    """How a weight is multiplied."""
+    """How a weight is multiplied: one launch."""
 
     kernel: jit.Kernel
     chosen: Configuration
@@ -120,7 +124,7 @@ class Plan(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Of a weight."""
+    """What is known of a weight."""
 
     tile_bytes: int  # of its largest tile, in whole lines
     runs: dict[int, Tensor]  # of so many blocks
@@ -134,8 +138,8 @@ def _facts(offsets: Tensor, multiprocessors: int) -> _Facts:
 
 
 def runs_of(offsets: Tensor, blocks: int, tile_cost: int = _TILE_COST) -> Tensor:
-    """What the kernel reads of so many blocks' runs, int32: the tile that each one's begins with, and the end; from the next multiple of 4 on, four numbers of
-    each: its first tile, its end, where the words of its last tile begin and end."""
+    """Return what the kernel reads of so many blocks' runs, int32: the tile that each one's begins with, and the end; from the next multiple of 4
+    on, four numbers of each: its first tile, its end, where the words of its last tile begin and end."""
     begins = cuts_of(offsets, tile_cost, blocks)[:, 0]
     first, end = begins[:-1], begins[1:]
     each = torch.stack([first, end, offsets[(end - 1).clamp(min=0)], offsets[end]], 1).int()
@@ -146,8 +150,8 @@ _facts_of = PerWeight(_facts)
 
 
 def _room(blocks: int) -> int:
-    """Shared memory of each of so many blocks of a multiprocessor."""
-    return _SHARED_BYTES // blocks - (1024 if blocks > 1 else 0)
+    """Return the shared memory of each of so many blocks of a multiprocessor, in bytes."""
+    return HOPPER.block_shared_bytes // blocks - (arch.RESERVED_BYTES if blocks > 1 else 0)
 
 
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
@@ -176,7 +180,7 @@ def _planned(
 
 @functools.cache
 def _kernel(chosen: Configuration, shared: int) -> jit.Kernel:
-    return jit.Kernel("tiled_bitmap_spmm", chosen.source, chosen.threads, shared, overlaps=True)
+    return jit.Kernel("tiled_bitmap_spmm", chosen.source, _TAKES, chosen.threads, shared, overlaps=True)
 
 
 def _cuda(
@@ -215,13 +219,14 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
 
 
 def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> bool:
-    """Whether tiled_bitmap_spmm.cu takes n rows of x, or decoding and cuBLAS do."""
-    return jit.capability(device)[0] == 9 and dtype == weight_dtype and n <= MOST_ROWS[group]
+    """Return whether one launch takes n rows of x, or decoding and cuBLAS do."""
+    is_here = arch.kernel_for("tiled_bitmap_spmm", device) is not None
+    return is_here and dtype == weight_dtype and n <= MOST_ROWS[group]
 
 
 def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
     """x as kernels/packed.py aligns it -> [n, rows], in one launch."""
-    n, multiprocessors = len(x), jit.multiprocessors(x.device)
+    n, multiprocessors = len(x), arch.card(x.device).multiprocessors
     y = torch.empty(n, packed.rows, dtype=x.dtype, device=x.device)
     facts = _facts_of(packed.words, packed.offsets, multiprocessors)
     tiles, k_blocks = packed.offsets.numel() - 1, -(-packed.cols // TILE_COLS)
@@ -276,14 +281,14 @@ def _(x, words, offsets, scale, bias, rows, value_dtype, group):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n: int = 1, group: int = 1) -> str:
-    """Which implementation serves n rows of x of a dtype on a device: what results report."""
+def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n: int = 1, group: int = 1) -> Path:
+    """Return which implementation serves n rows of x of a dtype on a device."""
     why = jit.why_not(device)
     if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
-        return f"tiled_bitmap_spmm reference on {device.type}{why or ''}"
+        return Path("tiled_bitmap_spmm", device.type, why or "")
     if _uses_kernel(n, device, dtype, weight_dtype, group):
-        return "tiled_bitmap_spmm kernel on cuda"
-    return "tiled_bitmap_decode kernel and cuBLAS on cuda"
+        return Path("tiled_bitmap_spmm", "cuda")
+    return Path("tiled_bitmap_decode", "cuda", decodes=True)
 
 
 tiled_bitmap_spmm = torch.ops.tilepress.tiled_bitmap_spmm

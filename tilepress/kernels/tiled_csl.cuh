@@ -1,4 +1,5 @@
-// A tile of Tiled-CSL (formats/tiled_csl.py) in shared memory: a dense window of 128 rows and 64 columns, padding words fall behind it.
+// A tile of Tiled-CSL (formats/tiled_csl.py) in shared memory: a dense window of 128 rows and 64 columns, padding words
+// fall behind it.
 
 #define TILE_BYTES (128 * 128)
 

@@ -18,12 +18,12 @@ def tiled_csl_decode_ref(words: Tensor, offsets: Tensor, rows: int, cols: int, v
 
 
 def source() -> str:
-    return jit.source("tiled_csl_decode.cu")
+    return jit.source("sm80_tiled_csl_decode.cu")
 
 
 @functools.cache
 def _kernel() -> jit.Kernel:
-    return jit.Kernel("tiled_csl_decode", source(), THREADS)
+    return jit.Kernel("tiled_csl_decode", source(), "words* offsets* w* rows cols k_blocks", THREADS)
 
 
 def _cuda(words: Tensor, offsets: Tensor, rows: int, cols: int, value_dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernels.
 
-Up to MOST_ROWS rows of x are served by one launch of tiled_csl_spmm.cu on sm_90, on other cards from sm_80 on up to 64 by one of
-tiled_csl_mma.cu; for more, W is decoded to dense (tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the
-whole weight once a call and multiplies densely, on any device.
+On sm_90 one launch of sm90_tiled_csl_spmm.cu serves up to MOST_ROWS rows of x, on other cards one of sm80_tiled_csl_spmm.cu up to MMA_MOST_ROWS.
+For more, W is decoded to dense (sm80_tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight
+once a call and multiplies densely, on any device. The kernel on mma.sync was run on an H200 only; its speed on other cards is not known.
 """
 
 import functools
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tilepress.formats import tiled_csl
-from tilepress.kernels import jit, library, ptx, split_sum, tiled_csl_mma
+from tilepress.kernels import arch, jit, library, ptx, split_sum
+from tilepress.kernels.arch import Path
 from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
@@ -24,6 +25,11 @@ library.define(
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
 MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, but at 90 %
+MMA_MOST_ROWS = 64  # of x, that the kernel on mma.sync takes: beyond, W is decoded once rather than read again
+# Blocks of a multiprocessor for so many columns of y at once, on mma.sync: as many as registers allow.
+MMA_BLOCKS = {8: 6, 16: 6, 32: 4, 64: 2}
+_MMA_THREADS = 128
+_FEWEST_TILES = 8  # of a block on mma.sync: blocks that share a row block add up one after the other
 _TILE_COST = 64  # of an empty tile, in 16 bytes
 
 
@@ -63,7 +69,7 @@ class Configuration:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and of another thread, 0 for equal shares."""
+        """Registers of a consumer's and of another thread, 0 for equal shares."""
         return (160, 96) if self.columns == 256 else (0, 0)
 
     @property
@@ -72,13 +78,13 @@ class Configuration:
         return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
     def shared_bytes(self, grid: int) -> int:
-        """Of a block, in a launch of so many."""
+        """Return the dynamic shared memory of a block in a launch of so many, in bytes."""
         bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
         cuts = grid + 1 if self.consumers == 2 else 0
         return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * cuts
 
     def source(self, grid: int) -> str:
-        """For a launch of so many blocks."""
+        """Return the source for a launch of so many blocks."""
         macros = {
             "NT": self.columns,
             "CONSUMERS": self.consumers,
@@ -94,7 +100,7 @@ class Configuration:
             "BF16": int(self.bfloat16),
         }
         columns = 128 if self.swap else self.columns if self.columns <= 192 else self.columns // 2
-        return jit.source("tiled_csl_spmm.cu", ptx.wgmma(columns, "bf16" if self.bfloat16 else "f16"), **macros)
+        return jit.source("sm90_tiled_csl_spmm.cu", ptx.wgmma(columns, "bf16" if self.bfloat16 else "f16"), **macros)
 
 
 class _Choice(NamedTuple):
@@ -129,7 +135,7 @@ _X_SLOTS = {96: 6, 128: 4, 160: 5, 192: 4, 256: 3}
 
 
 def configuration(density: float, columns: int, dtype: torch.dtype) -> Configuration:
-    """For a weight with this share of words, and one of COLUMNS."""
+    """Return the configuration for a weight with this share of words, and one of COLUMNS."""
     mean = 256 * tiled_csl.TILE_ROWS * density  # bytes of a tile's words
     tile = mean + 4 * mean**0.5  # and two standard deviations of a random tile
     chosen = next(choice for choice in _TABLE[columns] if tile <= choice.most)
@@ -138,7 +144,7 @@ def configuration(density: float, columns: int, dtype: torch.dtype) -> Configura
 
 
 def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
-    """Which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
+    """Return which of COLUMNS takes n rows of x soonest: a tile costs about as much as 80 columns and its own, and the blocks that share a row block
     add up what the others have left, one after the other."""
     if n <= 64:
         return next(columns for columns in COLUMNS if n <= columns)
@@ -152,7 +158,7 @@ def columns_for(n: int, rows: int, cols: int, grid: int) -> int:
 
 
 def make_cuts(offsets: Tensor, parts: int) -> Tensor:
-    """Where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1, 2] on the CPU, tiles and their offsets. Waits
+    """Return where the runs of a weight's tiles begin that `parts` blocks take, equal in bytes: int32 [parts + 1, 2] on the CPU, tiles and their offsets. Waits
     for the device."""
     return cuts_of(offsets.cpu(), _TILE_COST, parts)
 
@@ -161,20 +167,34 @@ _cuts_of = PerWeight(lambda offsets, parts: jit.ByValue.of(make_cuts(offsets, pa
 
 
 def blocks(device: torch.device) -> int:
-    """How many the kernel is launched with: one for each multiprocessor."""
-    return jit.multiprocessors(device)
+    """Return how many blocks the kernel for sm_90 is launched with: one for each multiprocessor."""
+    return arch.card(device).multiprocessors
 
 
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
-    return jit.Kernel("tiled_csl_spmm", chosen.source(grid), chosen.threads, chosen.shared_bytes(grid), overlaps=True)
+    cuts = "cuts& " if chosen.consumers == 1 else ""
+    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles_of_w all_tiles"
+    shared_bytes = chosen.shared_bytes(grid)
+    return jit.Kernel("tiled_csl_spmm", chosen.source(grid), takes, chosen.threads, shared_bytes, overlaps=True)
+
+
+def mma_source(columns: int, dtype: torch.dtype) -> str:
+    macros = {"NT": columns, "BLOCKS": MMA_BLOCKS[columns], "BF16": int(dtype == torch.bfloat16)}
+    return jit.source("sm80_tiled_csl_spmm.cu", **macros)
+
+
+@functools.cache
+def _mma_kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
+    takes = "words* offsets* x* bias* y* sums* left* ticket:8 n m k stride k_blocks tiles_of_w all_tiles"
+    return jit.Kernel("tiled_csl_mma", mma_source(columns, dtype), takes, _MMA_THREADS)
 
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
     n: int, words: int, rows: int, cols: int, dtype: torch.dtype, grid: int
 ) -> tuple[Configuration, jit.Kernel]:
-    """For n rows of x and a weight of so many words."""
+    """Return configuration and kernel for n rows of x and a weight of so many words."""
     chosen = configuration(words / (rows * cols), columns_for(n, rows, cols, grid), dtype)
     return chosen, _kernel(chosen, grid)
 
@@ -197,17 +217,15 @@ def _cuda(
     elif kernel == "tiled_csl_spmm":
         y = _multiply(aligned(flat), packed, bias)
     else:
-        y = tiled_csl_mma.multiply(aligned(flat), packed, bias)
+        y = multiply_mma(aligned(flat), packed, bias)
     return y.view(*x.shape[:-1], rows)
 
 
 def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
-    """Which kernel takes n rows of x, or None for decoding and cuBLAS."""
-    if dtype != value_dtype:
-        return None
-    if jit.capability(device)[0] == 9:
-        return "tiled_csl_spmm" if n <= MOST_ROWS else None
-    return "tiled_csl_mma" if n <= tiled_csl_mma.MOST_ROWS else None
+    """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
+    kernel = arch.kernel_for("tiled_csl_spmm", device)
+    most = MOST_ROWS if kernel == "tiled_csl_spmm" else MMA_MOST_ROWS
+    return kernel if dtype == value_dtype and n <= most else None
 
 
 def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
@@ -242,6 +260,38 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
     return y
 
 
+def multiply_mma(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
+    """x as kernels/packed.py aligns it, zeros beyond packed.cols -> y [n, rows], in one launch of the kernel on mma.sync."""
+    n, rows = len(x), packed.rows
+    y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
+    columns = next(c for c in MMA_BLOCKS if n <= c or c == 64)
+    tiles = packed.offsets.numel() - 1
+    all_tiles = tiles * -(-n // columns)
+    most = arch.card(x.device).multiprocessors * MMA_BLOCKS[columns]
+    grid = max(1, min(most, all_tiles // _FEWEST_TILES))
+    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 1, tiled_csl.TILE_ROWS, columns)
+    _mma_kernel(columns, x.dtype)(
+        x.device,
+        grid,
+        packed.words.data_ptr(),
+        packed.offsets.data_ptr(),
+        x.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        sums,
+        left,
+        ticket,
+        n,
+        rows,
+        x.shape[1],
+        x.stride(0),
+        -(-packed.cols // tiled_csl.TILE_COLS),
+        tiles,
+        all_tiles,
+    )
+    return y
+
+
 def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
     def decode(tiles: slice, first: int, last: int) -> Tensor:
         return tiled_csl_decode(packed.words, packed.offsets[tiles], last - first, packed.cols, packed.dtype)
@@ -258,13 +308,13 @@ def _(x, words, offsets, bias, rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> str:
-    """Which implementation serves n rows of x of a dtype on a device: what results report."""
+def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> Path:
+    """Return which implementation serves n rows of x of a dtype on a device."""
     why = jit.why_not(device)
     if why is not None:
-        return f"tiled_csl_spmm reference on {device.type}{why}"
+        return Path("tiled_csl_spmm", device.type, why)
     kernel = _kernel_for(n, device, dtype, value_dtype)
-    return f"{kernel} kernel on cuda" if kernel else "tiled_csl_decode kernel and cuBLAS on cuda"
+    return Path(kernel, "cuda") if kernel else Path("tiled_csl_decode", "cuda", decodes=True)
 
 
 tiled_csl_spmm = torch.ops.tilepress.tiled_csl_spmm

@@ -1,8 +1,8 @@
 """y = x (w * w_scale)^T + bias with int8 w and floating x: the op `tilepress::w8a16_gemm`, its reference and its CUDA kernels.
 
-w is read as it is by w8a16_gemm.cu on sm_90, up to MOST_ROWS rows of x, 128 at a time; by w8a16_mma.cu on other cards from sm_80 on, up to 64. For more, some
-rows of w at a time are made floating (dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating; it serves CPUs, k that is no multiple of
-16, and other dtypes.
+w is read as it is by sm90_w8a16_gemm.cu, up to MOST_ROWS rows of x, 128 at a time; on other cards by sm80_w8a16_gemm.cu, up to 64. For more, some
+rows of w at a time are made floating (sm80_dequantize.cu) and multiplied by cuBLAS. The reference makes all of w floating; it serves CPUs, k that
+is no multiple of 16, and other dtypes.
 """
 
 import functools
@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tilepress.formats import int8
-from tilepress.kernels import jit, library, ptx, split_sum
+from tilepress.kernels import arch, jit, library, ptx, split_sum
+from tilepress.kernels.arch import HOPPER, Path
 from tilepress.kernels.packed import aligned, multiply_decoded
-from tilepress.kernels.w8a8_gemm import KINDS, SHARED_BYTES, check_scales, is_settled
+from tilepress.kernels.w8a8_gemm import KINDS, check_scales, is_settled
 
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 MOST_ROWS = 512  # of x
 BLOCKS = {8: 2, 16: 2, 32: 2, 64: 1, 128: 1}  # of a multiprocessor, for so many rows of x
 _MMA_BLOCKS = {8: 3, 16: 2, 32: 2, 64: 1}  # as many as registers allow
 _TILE = 128
+_TAKES = "w_scale* bias* kinds y* sums_left* left* ticket:8"
 _FEWEST_UNITS = 4  # of a block: blocks that share rows of w add up what the others have left
 
 
@@ -30,8 +32,8 @@ def w8a16_gemm_ref(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor
 
 
 def slots_of(columns: int) -> int:
-    """That fit a block's part of a multiprocessor's shared memory."""
-    return min(12, (SHARED_BYTES // BLOCKS[columns] - 1024) // _slot_bytes(columns))
+    """Return how many slots fit a block's part of a multiprocessor's shared memory."""
+    return min(12, (HOPPER.shared_bytes // BLOCKS[columns] - arch.RESERVED_BYTES) // _slot_bytes(columns))
 
 
 def _slot_bytes(columns: int) -> int:
@@ -45,31 +47,33 @@ def source(columns: int, dtype: torch.dtype) -> str:
         "BLOCKS": BLOCKS[columns],
         "BF16": int(dtype == torch.bfloat16),
     }
-    return jit.source("w8a16_gemm.cu", ptx.wgmma(columns, "bf16" if macros["BF16"] else "f16", True), **macros)
+    return jit.source("sm90_w8a16_gemm.cu", ptx.wgmma(columns, "bf16" if macros["BF16"] else "f16", True), **macros)
 
 
 @functools.cache
 def _kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
     shared_bytes = slots_of(columns) * _slot_bytes(columns)
-    return jit.Kernel("w8a16_gemm", source(columns, dtype), 288, shared_bytes, overlaps=True)
+    takes = f"w& x& {_TAKES} m n k_blocks units"
+    return jit.Kernel("w8a16_gemm", source(columns, dtype), takes, 288, shared_bytes, overlaps=True)
 
 
 def mma_source(columns: int, dtype: torch.dtype) -> str:
-    return jit.source("w8a16_mma.cu", NT=columns, BLOCKS=_MMA_BLOCKS[columns], BF16=int(dtype == torch.bfloat16))
+    return jit.source("sm80_w8a16_gemm.cu", NT=columns, BLOCKS=_MMA_BLOCKS[columns], BF16=int(dtype == torch.bfloat16))
 
 
 @functools.cache
 def _mma_kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("w8a16_mma", mma_source(columns, dtype), 256, 4 * 2 * _TILE * columns, overlaps=True)
+    takes = f"w* x* {_TAKES} m n k stride k_blocks units"
+    return jit.Kernel("w8a16_mma", mma_source(columns, dtype), takes, 256, 8 * _TILE * columns, overlaps=True)
 
 
 def dequantize_source(dtype: torch.dtype) -> str:
-    return jit.source("dequantize.cu", BF16=int(dtype == torch.bfloat16))
+    return jit.source("sm80_dequantize.cu", BF16=int(dtype == torch.bfloat16))
 
 
 @functools.cache
 def _dequantize_kernel(dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("dequantize", dequantize_source(dtype), 256)
+    return jit.Kernel("dequantize", dequantize_source(dtype), "codes* scale* kinds w* rows cols", 256)
 
 
 def _served(device: torch.device, x_dtype: torch.dtype, scale_dtype: torch.dtype, k: int) -> bool:
@@ -81,12 +85,12 @@ def _served(device: torch.device, x_dtype: torch.dtype, scale_dtype: torch.dtype
     )
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return jit.capability(device)[0] == 9
+def _uses_wgmma(device: torch.device) -> bool:
+    return arch.kernel_for("w8a16_gemm", device) == "w8a16_gemm"
 
 
 def _most_rows(device: torch.device) -> int:
-    return MOST_ROWS if _is_hopper(device) else max(_MMA_BLOCKS)
+    return MOST_ROWS if _uses_wgmma(device) else max(_MMA_BLOCKS)
 
 
 def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,8 +127,8 @@ def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     columns = next(columns for columns in BLOCKS if m <= columns)
     k_blocks = -(-k // _TILE)
     units = -(-n // _TILE) * k_blocks
-    is_hopper = _is_hopper(x.device)
-    blocks = (BLOCKS if is_hopper else _MMA_BLOCKS)[columns] * jit.multiprocessors(x.device)
+    uses_wgmma = _uses_wgmma(x.device)
+    blocks = (BLOCKS if uses_wgmma else _MMA_BLOCKS)[columns] * arch.card(x.device).multiprocessors
     grid = max(1, min(blocks, units // _FEWEST_UNITS))
     _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 2, _TILE, columns)
     numbers = (
@@ -136,7 +140,7 @@ def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
         left,
         ticket,
     )
-    if is_hopper:
+    if uses_wgmma:
         maps = jit.tensor_map(weight, _TILE, 128), jit.tensor_map(x, columns, 64)
         _kernel(columns, x.dtype)(x.device, grid, *maps, *numbers, m, n, k_blocks, units, alone=not is_ready)
     else:
@@ -156,13 +160,13 @@ def _multiply_dequantized(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor
         rows = last - first
         dense = torch.empty(rows, k, dtype=x.dtype, device=x.device)
         own = scale[first:last] if scale.numel() > 1 else scale
-        grid = min(-(-rows * k // 16 // 256), 16 * jit.multiprocessors(x.device))
+        grid = min(-(-rows * k // 16 // 256), 16 * arch.card(x.device).multiprocessors)
         _dequantize_kernel(x.dtype)(
             x.device, grid, weight[first:last].data_ptr(), own.data_ptr(), _kinds(own, None), dense.data_ptr(), rows, k
         )
         return dense
 
-    return multiply_decoded(x, None if bias is None else bias.to(x.dtype), len(weight), (_TILE, _TILE), decode)
+    return multiply_decoded(x, bias, len(weight), (_TILE, _TILE), decode)
 
 
 library.impl("w8a16_gemm", w8a16_gemm_ref, "CPU")
@@ -174,10 +178,10 @@ def _(x, weight, weight_scale, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def path(device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, k: int, m: int = 1) -> str:
-    """Which implementation serves m rows of x, of k columns and a dtype, on a device: what results report."""
+def path(device: torch.device, dtype: torch.dtype, scale_dtype: torch.dtype, k: int, m: int = 1) -> Path:
+    """Return which implementation serves m rows of x, of k columns and a dtype, on a device."""
     if not _served(device, dtype, scale_dtype, k):
-        return f"w8a16_gemm reference (dequantize) on {device.type}{jit.why_not(device) or ''}"
+        return Path("w8a16_gemm", device.type, jit.why_not(device) or "", "dequantize")
     if m > _most_rows(device):
-        return "dequantize kernel and cuBLAS on cuda"
-    return f"{'w8a16_gemm' if _is_hopper(device) else 'w8a16_mma'} kernel on cuda"
+        return Path("dequantize", "cuda", decodes=True)
+    return Path(arch.kernel_for("w8a16_gemm", device), "cuda")

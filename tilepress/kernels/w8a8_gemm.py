@@ -1,9 +1,9 @@
 """y = (x_q - zero_point) w_q^T * s_x * s_w + bias on integers: the op `tilepress::w8a8_gemm`, its reference and its CUDA kernels.
 
-All multiply int8 by int8 into int32, which is exact: the zero point is taken off as an integer too. Scales and bias follow in float32, one operation after
-the other, and one rounding to the output's dtype; so kernels and reference (`int_mm`) give the same bits. On sm_90 runs w8a8_gemm.cu; other
-cards from sm_80 on, k that is no multiple of 16, n that is none of 8 and memory that is not 16-byte aligned have w8a8_mma.cu. Outputs of other dtypes than
-bfloat16 and float16 have the reference.
+All multiply int8 by int8 into int32, which is exact: the zero point is taken off as an integer too. Scales and bias follow in float32, one
+operation after the other, and one rounding to the output's dtype, so that kernels and reference (`int_mm`) give the same bits. On sm_90 runs
+sm90_w8a8_gemm.cu. Other cards from sm_80 on, k that is no multiple of 16, n that is none of 8 and memory that is not 16-byte aligned have
+sm80_w8a8_gemm.cu. Outputs of other dtypes than bfloat16 and float16 have the reference.
 """
 
 import functools
@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tilepress.formats import TilepressError
-from tilepress.kernels import jit, library, ptx
+from tilepress.kernels import arch, jit, library, ptx
+from tilepress.kernels.arch import HOPPER, Path
 
 library.define(
     "w8a8_gemm(Tensor x, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) "
@@ -29,12 +30,11 @@ library.define(
 _MOST = (1 << 31) // (128 * 128) - 1  # products of int8 that int32 holds for certain
 _MOST_WITH_ZERO_POINT = (1 << 31) // (128 * 255) - 1  # the same of x's codes less their zero point
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh counts them
-SHARED_BYTES = 228 * 1024  # of a multiprocessor, 1 KiB of it the system's for each block
 
 
 @functools.cache
 def cpu_adds_exactly() -> bool:
-    """Whether torch._int_mm does on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
+    """Return whether torch._int_mm adds exactly on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
     for value in (127, -128):
         x = torch.full((32, 64), value, dtype=torch.int8, device="cpu")
         if not all(bool((torch._int_mm(a, x.t()) == 64 * value**2).all()) for a in (x, x[:1])):
@@ -77,7 +77,7 @@ def w8a8_gemm_ref(
 
 @dataclass(frozen=True)
 class Configuration:
-    """Macros of w8a8_gemm.cu, and what they need."""
+    """Macros of sm90_w8a8_gemm.cu, and what they need."""
 
     groups: int  # of 64 rows of w, each a consumer warpgroup's: 1 or 2
     tokens: int  # of a tile
@@ -88,7 +88,7 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        """Of consumers and a loader warp, or a group of them where consumers need its registers."""
+        """Threads of consumers and a loader warp, or a group of such warps where consumers need its registers."""
         return 32 * (4 * self.groups + (4 if self.is_large else 1))
 
     @property
@@ -110,12 +110,12 @@ class Configuration:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor."""
-        return 2 if self.fits(2, SHARED_BYTES) else 1
+        """Blocks of a multiprocessor."""
+        return 2 if self.fits(2) else 1
 
-    def fits(self, blocks: int, shared_bytes: int) -> bool:
+    def fits(self, blocks: int) -> bool:
         """Whether so many blocks have room in a multiprocessor's shared memory."""
-        return blocks * (self.shared_bytes + 1024) <= shared_bytes
+        return blocks * (self.shared_bytes + arch.RESERVED_BYTES) <= HOPPER.shared_bytes
 
     def source(self, dtype: torch.dtype) -> str:
         macros = {
@@ -128,7 +128,7 @@ class Configuration:
             "BF16": int(dtype == torch.bfloat16),
         }
         return jit.source(
-            "w8a8_gemm.cu",
+            "sm90_w8a8_gemm.cu",
             "".join(map(ptx.wgmma_int8, sorted({self.tokens, self.tokens // 2} if self.halves else {self.tokens}))),
             **macros,
         )
@@ -138,23 +138,27 @@ class Configuration:
         return tiles * self.split if self.split > 1 else min(tiles, multiprocessors * self.blocks)
 
 
+_TAKES = "x_scale* w_scale* bias* zero_point* w_sums* kinds y* m n k"
+
+
 @functools.cache
 def _kernel(chosen: Configuration, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("w8a8_gemm", chosen.source(dtype), chosen.threads, chosen.shared_bytes, overlaps=True)
+    takes = f"w& x& {_TAKES} together"
+    return jit.Kernel("w8a8_gemm", chosen.source(dtype), takes, chosen.threads, chosen.shared_bytes, overlaps=True)
 
 
 @functools.cache
 def _mma_kernel(dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("w8a8_mma", mma_source(dtype), 128)
+    return jit.Kernel("w8a8_mma", mma_source(dtype), f"w* x* {_TAKES} vectors", 128)
 
 
 def mma_source(dtype: torch.dtype) -> str:
-    return jit.source("w8a8_mma.cu", BF16=int(dtype == torch.bfloat16))
+    return jit.source("sm80_w8a8_gemm.cu", BF16=int(dtype == torch.bfloat16))
 
 
 @functools.cache
 def _table() -> dict[int, list[tuple[int, int, Configuration]]]:
-    """By M: N, K and the configuration that was fastest for them, as `tilepress eval kernels w8a8 --tune` measured on an H200."""
+    """Return by M: N, K and the configuration that was fastest for them, as `tilepress eval kernels w8a8 --tune` measured on an H200."""
     table: dict[int, list[tuple[int, int, Configuration]]] = {}
     for m, n, k, *chosen, _us in json.loads((jit.FOLDER / "w8a8_gemm.json").read_text())["rows"]:
         table.setdefault(m, []).append((n, k, Configuration(*chosen)))
@@ -163,7 +167,7 @@ def _table() -> dict[int, list[tuple[int, int, Configuration]]]:
 
 @functools.lru_cache(maxsize=4096)
 def configuration_for(m: int, n: int, k: int) -> Configuration:
-    """That of the nearest weight in the table, for the least M there that is not below m."""
+    """Return the configuration of the nearest weight in the table, for the least M there that is not below m."""
     table = _table()
     rows = table[min((known for known in table if known >= m), default=max(table))]
     _, _, chosen = min(rows, key=lambda row: 2 * abs(math.log2(n / row[0])) + abs(math.log2(k / row[1])))
@@ -172,7 +176,7 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
 
 @dataclass
 class _Known:
-    """Of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
+    """What is known of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
 
     multiplied: int | None = None
     summed: int | None = None
@@ -185,7 +189,7 @@ _KNOWN: WeakIdKeyDictionary = (
 
 
 def _known(weight: Tensor) -> tuple[_Known, int]:
-    """And its version now."""
+    """Return what is known of a weight, and its version now."""
     of_owner = _KNOWN.setdefault(weight if weight._base is None else weight._base, {})
     return of_owner.setdefault(
         (weight.data_ptr(), weight.shape), _Known()
@@ -193,7 +197,7 @@ def _known(weight: Tensor) -> tuple[_Known, int]:
 
 
 def is_settled(weight: Tensor) -> bool:
-    """Whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
+    """Return whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
     known, version = _known(weight)
     was, known.multiplied = known.multiplied, version
     return was == version
@@ -256,7 +260,7 @@ def multiply(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The op on a card for x [m, k], contiguous: by w8a8_gemm.cu as `chosen`, or None: by w8a8_mma.cu."""
+    """The op on a card for x [m, k], contiguous: by the kernel for sm_90 as `chosen`, or None: by the one for sm_80."""
     (m, k), n = x.shape, len(weight)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
     sums = None if x_zero_point is None else row_sums(weight)
@@ -282,7 +286,7 @@ def multiply(
             jit.tensor_map(weight, 64 if chosen.halves else 64 * chosen.groups, 128),
             jit.tensor_map(x, chosen.tokens, 128),
         )
-        grid = chosen.grid(m, n, jit.multiprocessors(x.device))
+        grid = chosen.grid(m, n, arch.card(x.device).multiprocessors)
         _kernel(chosen, out_dtype)(x.device, grid, *maps, *arguments, chosen.together, alone=not is_ready)
     else:
         vectors = k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
@@ -305,14 +309,14 @@ def check_scales(
 
 
 def _served(device: torch.device, out_dtype: torch.dtype, number_dtypes: Iterable[torch.dtype], k: int) -> bool:
-    """Whether kernels take scales and bias of these dtypes, and k columns."""
+    """Return whether kernels take scales and bias of these dtypes, and k columns."""
     known = out_dtype in (torch.bfloat16, torch.float16) and all(dtype in KINDS for dtype in number_dtypes)
     return jit.why_not(device) is None and known and k <= _MOST_WITH_ZERO_POINT
 
 
 def uses_wgmma(device: torch.device, n: int, k: int) -> bool:
-    """Whether w8a8_gemm.cu serves a weight [n, k]."""
-    return jit.capability(device)[0] == 9 and k % 16 == 0 and n % 8 == 0
+    """Return whether the kernel for sm_90 serves a weight [n, k]."""
+    return arch.kernel_for("w8a8_gemm", device) == "w8a8_gemm" and k % 16 == 0 and n % 8 == 0
 
 
 library.impl("w8a8_gemm", w8a8_gemm_ref, "CPU")
@@ -324,9 +328,9 @@ def _(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> str:
-    """Which implementation serves a weight int8 [n, k] on a device: what results report."""
+def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> Path:
+    """Return which implementation serves a weight int8 [n, k] on a device."""
     if not _served(device, out_dtype, (scale_dtype,), k):
         how = "torch._int_mm" if device.type != "cpu" or cpu_adds_exactly() else "float64"
-        return f"w8a8_gemm reference ({how}) on {device.type}{jit.why_not(device) or ''}"
-    return f"{'w8a8_gemm' if uses_wgmma(device, n, k) else 'w8a8_mma'} kernel on cuda"
+        return Path("w8a8_gemm", device.type, jit.why_not(device) or "", how)
+    return Path("w8a8_gemm" if uses_wgmma(device, n, k) else "w8a8_mma", "cuda")

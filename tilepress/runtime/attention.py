@@ -17,6 +17,7 @@ from tilepress.formats import TilepressError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
+from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
 
@@ -141,7 +142,7 @@ class PagePool:
             self.pages[i] = torch.cat([old, old.new_empty(count, *old.shape[1:])])
 
 
-def paths(calibration: KVCalibration, device: torch.device, dtype: torch.dtype, fused: int) -> dict[str, int]:
+def paths(calibration: KVCalibration, device: torch.device, dtype: torch.dtype, fused: int) -> dict[Path, int]:
     """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype."""
     layers = len(calibration.layers)
     found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused, kv_read.path(device): layers}

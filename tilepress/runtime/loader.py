@@ -104,11 +104,11 @@ def paths(model: torch.nn.Module, kv: str | None = None) -> dict[str, int]:
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            key = module.path_for(model.dtype)
+            key = str(module.path_for(model.dtype))
             found[key] = found.get(key, 0) + 1
         elif isinstance(module, torch.nn.Linear):
             key = f"torch linear on {module.weight.device.type}"
             found[key] = found.get(key, 0) + 1
     if (state := getattr(model, "kv_state", None)) is not None:
-        found |= kv_cache.paths(model, kv or state.mode)
+        found |= {str(path): count for path, count in kv_cache.paths(model, kv or state.mode).items()}
     return found

@@ -7,7 +7,8 @@ from support.artifacts import with_cache
 import tilepress
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_int4 import KVFormat
-from tilepress.runtime.decode.batch import Batch, references
+from tilepress.kernels.arch import references
+from tilepress.runtime.decode.batch import Batch
 from tilepress.runtime.decode.cache import CACHES
 
 PROMPT = torch.arange(10, 80)
@@ -127,5 +128,4 @@ def test_what_does_not_fit_is_refused(llama, checkpoint_of):
 def test_paths_name_what_runs(packed):
     paths = Batch(packed, 1, 64).paths()
     assert paths["decode steps: launched op by op"] == 1
-    assert {"rope_append reference on cpu", "kv_read reference on cpu"} < set(references(paths))
-    assert references({"torch linear on cpu": 1, "x kernel on cuda": 2}) == []
+    assert {"rope_append reference on cpu", "kv_read reference on cpu"} < set(map(str, references(paths)))

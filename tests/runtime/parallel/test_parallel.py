@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.artifacts import few_words, prune, quantize, run_recipe
+from support.cards import HAS_WGMMA
 from support.decoding import decoded
 from support.ranks import Answer, ask
 
 from tilepress.bench import speed
 from tilepress.compress.kv.recipe import KVRecipe
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.kernels.arch import references
 from tilepress.runtime.loader import load
 from tilepress.runtime.parallel.group import parts
 
@@ -56,7 +58,7 @@ def test_dense_models(two, family, checkpoint_of):
     ours = two(ask, source, PROMPTS, 10, chunk=7)
     same(ours, one)
     halves(ours, one, 0.7 if family != "llama-tied" else 0.75)  # norms are everybody's
-    assert any("2 ranks, gloo" in path for path in ours[0].paths)
+    assert any("2 ranks, gloo" in str(path) for path in ours[0].paths)
     assert ours[0].kv_bytes_per_token == one.kv_bytes_per_token / 2
 
 
@@ -70,8 +72,8 @@ def test_sparse_artifacts(two, family, format, checkpoint_of, tmp_path):
     ours = two(ask, str(tmp_path / "out"), PROMPTS, 8)
     same(ours, one)
     halves(ours, one)
-    spmm = [path for path in ours[0].paths if "spmm" in path]
-    assert spmm and not any("torch linear" in path for path in ours[0].paths if ours[0].paths[path] > 1)
+    spmm = [path for path in ours[0].paths if "spmm" in str(path)]
+    assert spmm and not any("torch linear" in str(path) for path in ours[0].paths if ours[0].paths[path] > 1)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_packed_caches(two, family, settings, checkpoint_of, tmp_path):
     ours = two(ask, str(tmp_path / "out"), PROMPTS, 8)
     same(ours, one, 2e-2)  # a code of 4 bits that tips is a larger step
     assert ours[0].kv_bytes_per_token == one.kv_bytes_per_token / 2
-    assert any("decode_attention" in path for path in ours[0].paths)
+    assert any("decode_attention" in str(path) for path in ours[0].paths)
 
 
 def test_stacked(two, checkpoint_of, tmp_path):
@@ -174,7 +176,7 @@ def test_in_bfloat16(two, checkpoint_of):
     )
     assert ours[0].tokens == ours[1].tokens and torch.equal(ours[0].logits, ours[1].logits)
     torch.testing.assert_close(ours[0].logits, one.logits, rtol=0, atol=0.05 * float(one.logits.abs().max()))
-    assert "bfloat16, paged" not in ours[0].paths and any("decode_attention" in path for path in ours[0].paths)
+    assert "bfloat16, paged" not in ours[0].paths and any("decode_attention" in str(path) for path in ours[0].paths)
 
 
 def sampled(path: str, group) -> list[list[int]]:
@@ -303,10 +305,10 @@ def test_two_cards(two_cards, family, kind, checkpoint_of, tmp_path):
     tolerance = 0.1 if kind == "kv4" else 0.05
     for found, expected in ((ours[0].logits, one.logits), (ours[0].own_logits, one.own_logits)):
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
-    assert any("2 ranks, nccl" in path for path in ours[0].paths)
-    if torch.cuda.get_device_capability()[0] == 9:
-        assert not any(" reference" in path for path in ours[0].paths), ours[0].paths
-        assert any("CUDA graph" in path for path in ours[0].paths)
+    assert any("2 ranks, nccl" in str(path) for path in ours[0].paths)
+    if HAS_WGMMA:
+        assert not references(ours[0].paths), ours[0].paths
+        assert any("CUDA graph" in str(path) for path in ours[0].paths)
     halves(ours, one)
 
 

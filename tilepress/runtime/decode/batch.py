@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilepress.formats import UsageError
 from tilepress.kernels import argmax  # noqa: F401 (the op)
+from tilepress.kernels.arch import Path, references
 from tilepress.runtime.decode.cache import cache_for
 from tilepress.runtime.decode.decoder import Decoder, most_positions
 
@@ -148,12 +149,7 @@ class Batch:
         self.positions.copy_(positions)
         return graph, logits
 
-    def paths(self) -> dict[str, int]:
+    def paths(self) -> dict[Path | str, int]:
         """Return which implementation serves how many parts of a step, and how steps are launched."""
         how = "a CUDA graph for each size of batch" if self._captures else "launched op by op"
         return self._served | {f"decode steps: {how}": 1}
-
-
-def references(paths: dict[str, int]) -> list[str]:
-    """Return those of the paths that are no kernels: references, which look at numbers on the host, as no graph can."""
-    return [path for path in paths if " reference" in path]

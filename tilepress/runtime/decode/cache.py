@@ -16,6 +16,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.kv_calibration import KVCalibration, uncalibrated
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
 from tilepress.kernels import decode_attention, rope_append
+from tilepress.kernels.arch import Path
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
 from tilepress.runtime.decode.decoder import Decoder
@@ -101,7 +102,7 @@ class PagedSequences:
     def name(self) -> str:
         return f"{self.calibration.form.name}, paged"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
+    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
         """Return which implementation serves how many layers; `turns`: by RoPE."""
         fused = len(self.calibration.layers) if turns else 0
         return attention.paths(self.calibration, self.device, dtype, fused)
@@ -161,7 +162,7 @@ class ContiguousSequences:
     def name(self) -> str:
         return f"{str(self.memory.dtype).removeprefix('torch.')}, contiguous"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[str, int]:
+    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
         """Return which implementation serves how many layers."""
         return {f"torch attention on {self.device.type}": len(self.memory)}
 

@@ -189,9 +189,9 @@ class Decoder:
         x, _ = self.final_norm(x[last], residual[last])
         return self.lm_head(x)
 
-    def paths(self, rows: int = 1) -> dict[str, int]:
+    def paths(self, rows: int = 1) -> dict[Path | str, int]:
         """Which implementation serves how many products, norms and activations of a pass with so many rows."""
-        found: dict[str, int] = {}
+        found: dict[Path | str, int] = {}
         linears = [x for layer in self.layers for x in (layer.qkv, layer.out, layer.inner, layer.outer)]
         for linear in [*linears, self.lm_head]:
             for alone in _alone(linear):

@@ -89,7 +89,7 @@ def paths(model: PreTrainedModel) -> dict[str, int]:
 
     Empty where the lean pass did not run, or ranks share the model."""
     batch, _ = getattr(model, _KEPT, _NONE)
-    return {} if batch is None else batch.paths()
+    return {} if batch is None else {str(path): count for path, count in batch.paths().items()}
 
 
 def _generated(

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
+from tilepress.kernels.arch import Path
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
 from tilepress.runtime.hf import fused_attention, hooks
@@ -379,7 +380,7 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     return found[0], found[1]
 
 
-def paths(model: torch.nn.Module, mode: str) -> dict[str, int]:
+def paths(model: torch.nn.Module, mode: str) -> dict[Path | str, int]:
     """Return which implementation serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     if mode == "cache":

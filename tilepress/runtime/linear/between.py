@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tilepress.kernels import fused_norm, fused_quant
+from tilepress.kernels.arch import Path
 from tilepress.models import families
 from tilepress.models.families import Family, part
 from tilepress.runtime.linear.int8 import Int8Linear, quantized
@@ -27,7 +28,7 @@ def takes_codes(linear: nn.Module) -> bool:
     return isinstance(linear, Int8Linear) and linear.scheme.activations != "none"
 
 
-def quantizes_by(linear: Int8Linear, columns: int, device: torch.device, dtype: torch.dtype) -> str:
+def quantizes_by(linear: Int8Linear, columns: int, device: torch.device, dtype: torch.dtype) -> Path:
     """Which implementation gives a layer its codes."""
     one_scale = linear.mode == fused_quant.PER_TENSOR and linear.static[0] is None
     return fused_quant.path(device, dtype, columns, one_scale)
@@ -81,7 +82,7 @@ class Norm:
         normal, total = self(x, residual)
         return linear(normal), total
 
-    def paths(self, linear: nn.Module | None, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    def paths(self, linear: nn.Module | None, device: torch.device, dtype: torch.dtype) -> Iterator[Path | str]:
         """Which implementations serve the norm before a linear layer; None: one that takes floating numbers."""
         columns = len(self.module.weight)
         if not self.has_ops:
@@ -143,7 +144,7 @@ class Activation:
             made = partial(quantized, self(inner))
         return linear.multiply(*linear.codes(made), inner.dtype)
 
-    def paths(self, linear: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    def paths(self, linear: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Path | str]:
         """Which implementations serve the activation before a linear layer."""
         columns = linear.in_features
         if takes_codes(linear):

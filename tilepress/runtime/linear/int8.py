@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tilepress.formats import TilepressError
 from tilepress.formats.int8 import Int8Layout, Int8Scheme, Int8Weight
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
+from tilepress.kernels.arch import Path
 from tilepress.runtime.linear.packed import PackedLinear, register
 
 ops = torch.ops.tilepress
@@ -116,14 +117,14 @@ class Int8Linear(PackedLinear):
             self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
 
     @property
-    def path(self) -> str:
+    def path(self) -> Path:
         """The implementation that serves this layer where it is now."""
         device, dtype = self.weight.device, self.weight_scale.dtype
         if self.scheme.activations == "none":
             return w8a16_gemm.path(device, dtype, dtype, self.in_features)
         return w8a8_gemm.path(device, dtype, dtype, self.out_features, self.in_features)
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return self.path
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tilepress.formats import TilepressError
 from tilepress.formats.int8 import Int8Scheme
 from tilepress.formats.layout import layout_of
+from tilepress.kernels.arch import Path
 
 _BUILT_IN = ("sparse", "int8")  # modules of this package
 
@@ -43,7 +44,7 @@ class PackedLinear(nn.Module):
         """The weight as its layout knows it; it shares the layer's memory."""
         raise NotImplementedError
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         """Return the implementation that serves this layer where it is now, for n rows of activations of a dtype."""
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ from tilepress.formats.layout import layout_of
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm
+from tilepress.kernels.arch import Path
 from tilepress.runtime.linear.packed import PackedLinear, biases, one_weight, register
 
 
@@ -72,7 +73,7 @@ class TiledCSLLinear(SparseLinear):
             x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
         )
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n)
 
 
@@ -103,7 +104,7 @@ class TiledBitmapLinear(SparseLinear):
             self.group,
         )
 
-    def path_for(self, dtype: torch.dtype, n: int = 1) -> str:
+    def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
 
 

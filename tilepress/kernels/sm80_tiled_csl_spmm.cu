@@ -1,12 +1,15 @@
-// y[n, M] = x[n, K] W[M, K]^T + bias, W in Tiled-CSL (formats/tiled_csl.py), on mma.sync: for cards from sm_80 on that are not Hopper.
+// y[n, M] = x[n, K] W[M, K]^T + bias, W in Tiled-CSL (formats/tiled_csl.py), on mma.sync: for cards from sm_80 on that
+// are not Hopper.
 //
-// A block scatters the words of one tile, 128 rows and 64 columns, into a dense window in shared memory and multiplies it; the next tile's words are
-// on their way meanwhile, and several blocks of a multiprocessor hide each other's waits. Rows of a group of 8 are taken in the order
-// 0 4 1 5 2 6 3 7, so that a warp's 16-byte loads from the swizzled window meet no bank twice; a load's 8 columns are the operands of two k16 steps,
-// x's 8 columns likewise. W is walked through once for every NT columns of y, a block takes an equal share of all these tiles; sums that blocks
-// share are those of split_sum.cuh.
+// A block scatters the words of one tile, 128 rows and 64 columns, into a dense window in shared memory and multiplies
+// it; the next tile's words are on their way meanwhile, and several blocks of a multiprocessor hide each other's waits.
+// Rows of a group of 8 are taken in the order 0 4 1 5 2 6 3 7, so that a warp's 16-byte loads from the swizzled window
+// meet no bank twice; a load's 8 columns are the operands of two k16 steps, x's 8 columns likewise. W is walked through
+// once for every NT columns of y, a block takes an equal share of all these tiles; sums that blocks share are those of
+// split_sum.cuh.
 //
-// Macros: NT columns of y, 8 .. 64; BLOCKS of a multiprocessor; BF16. 128 threads; x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
+// Macros: NT columns of y, 8 .. 64; BLOCKS of a multiprocessor; BF16. 128 threads; x in rows of `k` columns, a multiple
+// of 8, `stride` apart, likewise.
 
 #include "tiled_csl.cuh"
 #include "split_sum.cuh"
@@ -36,11 +39,14 @@ __device__ __forceinline__ void fill(u32 window, const Words& w, const uint4* wo
 }
 
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u16* x, int n, int k, int stride, int first, int row, int quad, int group) {
+__device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u16* x, int n, int k, int stride,
+                                         int first, int row, int quad, int group) {
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {                   // 32 columns
     const int column = first + part * 32 + quad * 8;
@@ -69,7 +75,14 @@ __device__ __forceinline__ void multiply(float (&acc)[ACC], u32 window, const u1
 }
 
 extern "C" __global__ void __launch_bounds__(128, BLOCKS)
-tiled_csl_mma(const uint4* words, const int* offsets, const u16* x, const u16* bias, u16* y, float* sums, u64* left, u64 ticket,
+tiled_csl_mma(const uint4* words,                   // the weight's words, of 16 bytes
+              const int* offsets,                   // int32 [tiles_of_w + 1], in words
+              const u16* x,                         // 16-bit [n, k], rows `stride` elements apart
+              const u16* bias,                      // 16-bit [m] or null
+              u16* y,                               // 16-bit [n, m]
+              float* sums,                          // float32 [blocks, 128 * NT]: parts of sums (split_sum.cuh)
+              u64* left,                            // uint64 [blocks]: whose parts are there
+              u64 ticket,
               int n, int m, int k, int stride, int k_blocks, int tiles_of_w, int all_tiles) {
   __shared__ __align__(128) unsigned char shared[WINDOW];
   const u32 window = shared_address(shared);

@@ -1,13 +1,15 @@
-// Keys and values of sequences out of the pages of a cache, as contiguous tensors: dequantized, rotated back and scaled, zeros beyond a sequence's end. To the
-// bit what kv_read.py's reference gives where it is finite; NaN stays NaN.
+// Keys and values of sequences out of the pages of a cache, as contiguous tensors: dequantized, rotated back and
+// scaled, zeros beyond a sequence's end. To the bit what kv_read.py's reference gives where it is finite; NaN stays
+// NaN.
 //
-// Eight tokens whose codes lie together in a unit are a warp's, keys or values: it asks for all of them at once, then writes rows. A lane has the channels that
-// it has in kv_rows.cuh.
+// Eight tokens whose codes lie together in a unit are a warp's, keys or values: it asks for all of them at once, then
+// writes rows. A lane has the channels that it has in kv_rows.cuh.
 //
 //   warp 2 n       keys   [sequence][head][8 tokens]     n = (sequence * heads + head) * eights + eight
 //   warp 2 n + 1   values
 //
-// Macros: those of kv_rows.cuh, KIND being that of the output. Grid: 4 warps a block of 128 threads; it depends on max_len, never on lengths.
+// Macros: those of kv_rows.cuh, KIND being that of the output. Grid: 4 warps a block of 128 threads; it depends on
+// max_len, never on lengths.
 
 #include "kv_rows.cuh"
 
@@ -23,12 +25,13 @@ template <int BYTES> __device__ __forceinline__ void get(const unsigned char* fr
   }
 }
 
-// Codes of 8 tokens as memory has them. A lane's channels of a key are neighbours; of values four are, of a pair of tokens. Where D is no power of two each
-// channel is asked for.
+// Codes of 8 tokens as memory has them. A lane's channels of a key are neighbours; of values four are, of a pair of
+// tokens. Where D is no power of two each channel is asked for.
 template <bool IS_VALUE> struct Codes {
   static constexpr bool EACH = !IS_POWER(D), PAIRS = IS_VALUE && !EACH;
   static constexpr int NEAR = SMALLER(E, 4);  // channels of a pair that follow one another
-  static constexpr int BYTES = EACH ? (BITS + 7) / 8 : PAIRS ? (BITS == 4 ? 4 : BITS * NEAR / 4) : (E * BITS + 7) / 8;  // asked for at once
+  // Asked for at once.
+  static constexpr int BYTES = EACH ? (BITS + 7) / 8 : PAIRS ? (BITS == 4 ? 4 : BITS * NEAR / 4) : (E * BITS + 7) / 8;
   static constexpr int WORDS = (BYTES + 3) / 4, COUNT = EACH ? E : PAIRS ? E / NEAR : 1;
   u32 words[PAIRS ? 4 : 8][COUNT * WORDS];
 
@@ -46,7 +49,8 @@ template <bool IS_VALUE> struct Codes {
   }
   // The number that token i has in channel FIRST + j before its scale.
   __device__ __forceinline__ float number(int i, int j) const {
-    const int low = (FIRST + j) % (PAIRS ? 4 : 2) * 4;  // where 4 bits stand that share what was asked for with other lanes'
+    // Where 4 bits stand that share what was asked for with other lanes'.
+    const int low = (FIRST + j) % (PAIRS ? 4 : 2) * 4;
     const int bit = EACH             ? j * 32 + (BITS == 4 ? low : 0)
                     : !PAIRS         ? j * BITS + (E * BITS < 8 ? low : 0)
                     : BITS == 4      ? j / 4 * 32 + i % 2 * 16 + (E < 4 ? low : j % 4 * 4)
@@ -57,7 +61,8 @@ template <bool IS_VALUE> struct Codes {
 };
 
 template <bool IS_VALUE>
-__device__ __forceinline__ void read(const unsigned char* page, int first, int length, int max_len, const Side& side, int head, int heads, float norm, void* out, long long at, float* room) {
+__device__ __forceinline__ void read(const unsigned char* page, int first, int length, int max_len, const Side& side,
+                                     int head, int heads, float norm, void* out, long long at, float* room) {
   constexpr bool HAS_SCALES = SCALE_BYTES > 0;
   Codes<IS_VALUE> codes;
   u32 scales[8][PARTS];
@@ -106,12 +111,17 @@ __device__ __forceinline__ void read(const unsigned char* page, int first, int l
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-kv_read(const unsigned char* pages,           // [num_pages, heads, PAGE_BYTES]
-        const int* block_table,               // [sequences, table_width], rows table_stride apart
-        const int* seq_lens,                  // [sequences]
-        const float* key_channels, const float* value_channels, const u16* key_fixed, const u16* value_fixed,  // of Side
-        void* key, void* value,               // [sequences, heads, max_len, D] of KIND
-        float norm, int rotate, int sequences, int heads, int max_len, long long table_stride, int table_width, int num_pages) {
+kv_read(const unsigned char* pages,                 // uint8 [num_pages, heads, PAGE_BYTES]
+        const int* block_table,                     // int32 [sequences, table_width], rows table_stride apart
+        const int* seq_lens,                        // int32 [sequences]
+        const float* key_channels,                  // float32 [3, heads, D] or null, as Side has them
+        const float* value_channels,                // float32 [3, heads, D] or null
+        const u16* key_fixed,                       // fp16 [heads, groups, 2] or null
+        const u16* value_fixed,                     // fp16 [heads, groups, 2] or null
+        void* key,                                  // [sequences, heads, max_len, D] of KIND
+        void* value,                                // [sequences, heads, max_len, D] of KIND
+        float norm, int rotate, int sequences, int heads, int max_len, long long table_stride, int table_width,
+        int num_pages) {
   __shared__ float rooms[4][ROOM];
   const u32 warp = threadIdx.x / 32, number = blockIdx.x * 4 + warp, eights = (max_len + 7) / 8;
 #if __CUDA_ARCH__ >= 900
@@ -125,7 +135,9 @@ kv_read(const unsigned char* pages,           // [num_pages, heads, PAGE_BYTES]
   const unsigned char* of = pages + ((long long)SMALLER(page, num_pages - 1) * heads + head) * PAGE_BYTES;
   const long long at = ((long long)row * max_len + first) * D + FIRST;
   if (number % 2)
-    read<true>(of, first, length, max_len, Side{value_channels, value_fixed, 0.f, 0}, head, heads, norm, value, at, rooms[warp]);
+    read<true>(of, first, length, max_len, Side{value_channels, value_fixed, 0.f, 0}, head, heads, norm, value, at,
+               rooms[warp]);
   else
-    read<false>(of, first, length, max_len, Side{key_channels, key_fixed, 0.f, rotate}, head, heads, norm, key, at, rooms[warp]);
+    read<false>(of, first, length, max_len, Side{key_channels, key_fixed, 0.f, rotate}, head, heads, norm, key, at,
+                rooms[warp]);
 }

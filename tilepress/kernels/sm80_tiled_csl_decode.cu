@@ -1,4 +1,5 @@
-// W [rows, cols] from Tiled-CSL (formats/tiled_csl.py), sm_80 and later: a block rebuilds 128 rows and 64 columns in shared memory and writes them out.
+// W [rows, cols] from Tiled-CSL (formats/tiled_csl.py), sm_80 and later: a block rebuilds 128 rows and 64 columns in
+// shared memory and writes them out.
 //
 // Grid: row blocks x column blocks, columns first. 256 threads.
 
@@ -9,7 +10,10 @@
 #define WINDOW (TILE_BYTES + 128)  // padding words fall behind the tile
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-tiled_csl_decode(const uint4* words, const int* offsets, u16* w, int rows, int cols, int k_blocks) {
+tiled_csl_decode(const uint4* words,                // the weight's words, of 16 bytes
+                 const int* offsets,                // int32 [tiles + 1], in words
+                 u16* w,                            // 16-bit [rows, cols]
+                 int rows, int cols, int k_blocks) {
   __shared__ __align__(16) unsigned char shared[WINDOW];
   const u32 window = shared_address(shared);
   const int tile = blockIdx.x, rb = tile / k_blocks, kb = tile - rb * k_blocks, end = __ldg(offsets + tile + 1);

@@ -1,12 +1,15 @@
-// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on the tensor cores of sm_90a: for few tokens, as fast as w can be read.
+// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on the tensor cores of sm_90a: for few
+// tokens, as fast as w can be read.
 //
-// A unit is 128 rows of w by 128 of its columns. A loader warp copies units and x's columns to slots in shared memory (TMA, mbarriers); two consumer
-// warpgroups, 64 rows each, make values of the codes, wgmma's operand A in registers, with x in the slot as operand B. All units are one row, of which
-// every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
+// A unit is 128 rows of w by 128 of its columns. A loader warp copies units and x's columns to slots in shared memory
+// (TMA, mbarriers); two consumer warpgroups, 64 rows each, make values of the codes, wgmma's operand A in registers,
+// with x in the slot as operand B. All units are one row, of which every block takes an equal share, last one first;
+// sums that blocks share are those of split_sum.cuh.
 //
 // Of what is read, w alone is before earlier kernels of the stream have ended.
 //
-// Macros: NT tokens, 8 .. 128; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of NT columns comes from kernels/ptx.py.
+// Macros: NT tokens, 8 .. 128; SLOTS; BLOCKS of a multiprocessor; BF16. 288 threads. k is a multiple of 16. wgmma() of
+// NT columns comes from kernels/ptx.py.
 
 #include "scales.cuh"
 #include "split_sum.cuh"
@@ -15,7 +18,8 @@
 
 #define X_BYTES (NT * 256)
 #define W_BYTES (128 * 128)
-#define PART 4                                             // steps of 16 columns that are read, then multiplied while the next ones are read
+// Steps of 16 columns that are read, then multiplied while the next ones are read.
+#define PART 4
 enum { GROUP_BARRIER = 1 };                                // named barriers, one for each warpgroup
 
 struct Slots {
@@ -25,8 +29,10 @@ struct Slots {
   __device__ u32 w_of(int slot) const { return w + slot * W_BYTES; }
 };
 
-// w of as many units as there are slots is asked for before earlier kernels have ended, x of them then, all others as slots become empty.
-__device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Slots& slots, int begin, int end, int k_blocks) {
+// w of as many units as there are slots is asked for before earlier kernels have ended, x of them then, all others as
+// slots become empty.
+__device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, const Slots& slots, int begin, int end,
+                                     int k_blocks) {
   const auto copy_w = [&](int slot, int unit) {
     expect(slots.full + 8 * slot, W_BYTES + X_BYTES);
     tma_2d(slots.w_of(slot), w, unit % k_blocks * 128, unit / k_blocks * 128, slots.full + 8 * slot);
@@ -49,17 +55,20 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
   }
 }
 
-// Operand A of steps FIRST .. FIRST + PART - 1. `codes`: the thread's first two of a row; the row's 16-byte piece p stands at p ^ (row % 8).
+// Operand A of steps FIRST .. FIRST + PART - 1. `codes`: the thread's first two of a row; the row's 16-byte piece p
+// stands at p ^ (row % 8).
 template <int FIRST> __device__ __forceinline__ void read_steps(u32 (&a)[PART][4], u32 codes) {
 #pragma unroll
   for (int s = 0; s < PART; ++s) {
     const u32 at = codes ^ (FIRST + s) * 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[s][i] = expand(__byte_perm(lds16(at + i % 2 * 1024 + i / 2 * 8), 0, 0x4140) ^ 0x00800080);
+    for (int i = 0; i < 4; ++i)
+      a[s][i] = expand(__byte_perm(lds16(at + i % 2 * 1024 + i / 2 * 8), 0, 0x4140) ^ 0x00800080);
   }
 }
 
-template <int FIRST> __device__ __forceinline__ void multiply(float (&sums)[NT / 2], u32 (&a)[2][PART][4], u32 codes, u64 x, u32& before) {
+template <int FIRST>
+__device__ __forceinline__ void multiply(float (&sums)[NT / 2], u32 (&a)[2][PART][4], u32 codes, u64 x, u32& before) {
   u32 (&mine)[PART][4] = a[FIRST / PART % 2];
   read_steps<FIRST>(mine, codes);
   wgmma_fence();
@@ -72,12 +81,21 @@ template <int FIRST> __device__ __forceinline__ void multiply(float (&sums)[NT /
 }
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-w8a16_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* w_scale, const void* bias, int kinds, u16* y, float* sums_left,
-           u64* left, u64 ticket, int m, int n, int k_blocks, int units) {
+w8a16_gemm(const __grid_constant__ TensorMap w,     // of w, int8 [n, k]
+           const __grid_constant__ TensorMap x,     // of x, 16-bit [m, k]
+           const void* w_scale,                     // [n] or [1], of the kind that `kinds` says (scales.cuh)
+           const void* bias,                        // [n] of the kind that `kinds` says, or null
+           int kinds,
+           u16* y,                                  // 16-bit [m, n]
+           float* sums_left,                        // float32 [blocks, 128 * NT]: parts of sums (split_sum.cuh)
+           u64* left,                               // uint64 [blocks, 2]: whose parts are there
+           u64 ticket,
+           int m, int n, int k_blocks, int units) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 base = shared_address(memory), bars = base + SLOTS * (X_BYTES + W_BYTES);
   const Slots slots = {base, base + SLOTS * X_BYTES, bars, bars + 8 * SLOTS};
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, share = units / gridDim.x, more = units % gridDim.x;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, share = units / gridDim.x,
+            more = units % gridDim.x;
   const auto cut = [=](int b) { return b * share + min(b, more); };
   launch_dependents();
   if (threadIdx.x == 0) {
@@ -100,7 +118,8 @@ w8a16_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMa
     float sums[NT / 2];
 #pragma unroll
     for (int i = 0; i < NT / 2; ++i) sums[i] = 0.f;
-    u32 a[2][PART][4], before = 0;                         // `before`: barrier of the unit before, which wgmma may still read
+    // `before`: barrier of the unit before, which wgmma may still read.
+    u32 a[2][PART][4], before = 0;
     for (; unit > stop; --unit, at.next(SLOTS)) {
       wait(slots.full + 8 * at.slot, at.phase);
       multiply<0>(sums, a, codes + at.slot * W_BYTES, descriptor(slots.x_of(at.slot)), before);

@@ -1,9 +1,14 @@
-// w[rows, cols] = codes * scale, int8 to 16 bits, as formats/int8.py's dequantize rounds it. 16 columns a thread, a multiple of which cols is.
-// Macros: BF16.
+// w[rows, cols] = codes * scale, int8 to 16 bits, as formats/int8.py's dequantize rounds it. 16 columns a thread, a
+// multiple of which cols is. Macros: BF16.
 
 #include "scales.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) dequantize(const i8* codes, const void* scale, int kinds, u16* w, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(256)
+dequantize(const i8* codes,                         // int8 [rows, cols]
+           const void* scale,                       // [rows] or [1], of the kind that `kinds` says (scales.cuh)
+           int kinds,
+           u16* w,                                  // 16-bit [rows, cols]
+           int rows, int cols) {
   const Numbers scales = {scale, kinds >> 4 & 15, kinds >> 16 & 1};
   const int of_row = cols / 16;
   for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < (u64)rows * of_row; i += (u64)gridDim.x * 256) {

@@ -1,13 +1,15 @@
-// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on mma.sync, sm_80 and later: for few tokens.
+// y[m, n] = x[m, k] (w[n, k] * w_scale)^T + bias with int8 w and 16-bit x, on mma.sync, sm_80 and later: for few
+// tokens.
 //
-// A unit is 128 rows of w by 128 of its columns. Each of eight warps reads 16 rows straight into registers, 16 bytes a lane from each of two rows, and makes
-// them operand A; x comes through a ring in shared memory. The 16 columns of k that a lane has are taken in whatever order is convenient, by w and x
-// alike. All units are one row, of which every block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
+// A unit is 128 rows of w by 128 of its columns. Each of eight warps reads 16 rows straight into registers, 16 bytes a
+// lane from each of two rows, and makes them operand A; x comes through a ring in shared memory. The 16 columns of k
+// that a lane has are taken in whatever order is convenient, by w and x alike. All units are one row, of which every
+// block takes an equal share, last one first; sums that blocks share are those of split_sum.cuh.
 //
 // Of what is read, w of a block's first unit alone is before earlier kernels of the stream have ended (sm_90).
 //
-// Macros: NT tokens, 8 .. 64; BLOCKS of a multiprocessor; BF16. 256 threads. k is a multiple of 16; rows of x are `stride` apart, a multiple of 8, and
-// 16-byte aligned.
+// Macros: NT tokens, 8 .. 64; BLOCKS of a multiprocessor; BF16. 256 threads. k is a multiple of 16; rows of x are
+// `stride` apart, a multiple of 8, and 16-byte aligned.
 
 #include "scales.cuh"
 #include "split_sum.cuh"
@@ -21,11 +23,16 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from, bool ok) {  //
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 __device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 struct Weights {  // of a unit: of two rows of a warp's 16 two times 16 columns
@@ -81,8 +88,16 @@ __device__ __forceinline__ void multiply(float (&sums)[NT / 2], const Weights& w
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
-w8a16_mma(const i8* w, const u16* x, const void* w_scale, const void* bias, int kinds, u16* y, float* sums_left, u64* left, u64 ticket, int m, int n, int k,
-           int stride, int k_blocks, int units) {
+w8a16_mma(const i8* w,                              // int8 [n, k]
+          const u16* x,                             // 16-bit [m, k], rows `stride` elements apart
+          const void* w_scale,                      // [n] or [1], of the kind that `kinds` says (scales.cuh)
+          const void* bias,                         // [n] of the kind that `kinds` says, or null
+          int kinds,
+          u16* y,                                   // 16-bit [m, n]
+          float* sums_left,                         // float32 [blocks, 128 * NT]: parts of sums (split_sum.cuh)
+          u64* left,                                // uint64 [blocks, 2]: whose parts are there
+          u64 ticket,
+          int m, int n, int k, int stride, int k_blocks, int units) {
   extern __shared__ __align__(128) unsigned char memory[];
   const u32 ring = shared_address(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = warp * 16 + lane / 4;

@@ -1,23 +1,27 @@
-// y[m, n] = (x[m, k] w[n, k]^T - zero_point * sums of w's rows) * x_scale * w_scale + bias of int8 codes, on the tensor cores of sm_90a; exact in int32.
+// y[m, n] = (x[m, k] w[n, k]^T - zero_point * sums of w's rows) * x_scale * w_scale + bias of int8 codes, on the tensor
+// cores of sm_90a; exact in int32.
 //
-// w is wgmma's operand A, 64 rows for each consumer warpgroup, x's rows (tokens) its operand B, however few they are. A tile is ROWS = 64 GROUPS rows of
-// w by TOKENS tokens; a loader warp copies both, KB times 128 columns of k at a time, into a ring of stages (TMA, mbarriers). Blocks walk through tiles in
-// groups of `together` row blocks, token blocks outside, so that what runs at the same time shares both operands in the L2 cache.
+// w is wgmma's operand A, 64 rows for each consumer warpgroup, x's rows (tokens) its operand B, however few they are. A
+// tile is ROWS = 64 GROUPS rows of w by TOKENS tokens; a loader warp copies both, KB times 128 columns of k at a time,
+// into a ring of stages (TMA, mbarriers). Blocks walk through tiles in groups of `together` row blocks, token blocks
+// outside, so that what runs at the same time shares both operands in the L2 cache.
 //
-// With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared memory. Integer sums do not
-// depend on the order. With HALVES the last tiles, where they are for half of the blocks or fewer, are cut in two of 64 rows:
-// a warpgroup has half of the tokens there.
+// With SPLIT > 1 a cluster of so many blocks shares a tile, each a part of k, and adds up in the first one's shared
+// memory. Integer sums do not depend on the order. With HALVES the last tiles, where they are for half of the blocks or
+// fewer, are cut in two of 64 rows: a warpgroup has half of the tokens there.
 //
 // Of what is read, w alone is before earlier kernels of the stream have ended.
 //
 // n is a multiple of 8 and k of 16; w, x and rows of y begin at multiples of 16 bytes.
 //
-// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS columns, with HALVES of half of them too, comes from kernels/ptx.py.
+// Macros: GROUPS 1 | 2; TOKENS 8 .. 256; KB; STAGES; SPLIT; BLOCKS of a multiprocessor; BF16. wgmma() of TOKENS
+// columns, with HALVES of half of them too, comes from kernels/ptx.py.
 
 #include "scales.cuh"
 
 #define ROWS (64 * GROUPS)
-#define LARGE (GROUPS == 2 && TOKENS == 256)               // sums need registers that loaders leave: whole warpgroups have to agree on that
+// Sums need registers that loaders leave: whole warpgroups have to agree on that.
+#define LARGE (GROUPS == 2 && TOKENS == 256)
 #define WARPS (4 * GROUPS + (LARGE ? 4 : 1))
 #define W_BYTES (ROWS * 128)
 #define X_BYTES (TOKENS * 128)
@@ -48,16 +52,20 @@ struct Work {  // of a block, and where tile t lies; from `whole` on they are ha
 
   __device__ Place place(int t) const {
     const int i = HALVES && t >= whole ? whole + (t - whole) / 2 : t;
-    const int group = i / (together * token_blocks), first = group * together, here = min(together, row_blocks - first), rest = i - first * token_blocks;
+    const int group = i / (together * token_blocks), first = group * together, here = min(together, row_blocks - first),
+              rest = i - first * token_blocks;
     const bool half = HALVES && t >= whole;
     return {(first + rest % here) * ROWS + (half ? (t - whole) % 2 * 64 : 0), rest / here * TOKENS, half};
   }
 };
 
 __device__ __forceinline__ Work work_of(int m, int n, int k, int together, int rank) {
-  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS - 1) / ROWS, token_blocks = (m + TOKENS - 1) / TOKENS;
-  const int tiles = row_blocks * token_blocks, blocks = gridDim.x / SPLIT, last = tiles % blocks, halved = HALVES && 2 * last <= blocks ? last : 0;
-  return {tiles + halved, tiles - halved, row_blocks, token_blocks, together, all * rank / SPLIT, all * (rank + 1) / SPLIT};
+  const int all = (k + 128 * KB - 1) / (128 * KB), row_blocks = (n + ROWS - 1) / ROWS,
+            token_blocks = (m + TOKENS - 1) / TOKENS;
+  const int tiles = row_blocks * token_blocks, blocks = gridDim.x / SPLIT, last = tiles % blocks,
+            halved = HALVES && 2 * last <= blocks ? last : 0;
+  return {tiles + halved,     tiles - halved,          row_blocks, token_blocks, together,
+          all * rank / SPLIT, all * (rank + 1) / SPLIT};
 }
 
 __device__ __forceinline__ u32 bytes_of(const Place& at) { return STAGE_BYTES - (at.half ? W_BYTES / 2 * KB : 0); }
@@ -68,15 +76,19 @@ __device__ __forceinline__ void load(const TensorMap* w, const TensorMap* x, con
     for (int b = 0; b < KB; ++b)
 #pragma unroll
       for (int row = 0; row < ROWS; row += BOX)
-        if (row == 0 || !at.half) tma_2d(shared.w(stage) + b * W_BYTES + row * 128, w, (k * KB + b) * 128, at.row + row, shared.full + 8 * stage);
+        if (row == 0 || !at.half)
+          tma_2d(shared.w(stage) + b * W_BYTES + row * 128, w, (k * KB + b) * 128, at.row + row,
+                 shared.full + 8 * stage);
   };
   const auto copy_x = [&](int stage, const Place& at, int k) {
 #pragma unroll
-    for (int b = 0; b < KB; ++b) tma_2d(shared.x(stage) + b * X_BYTES, x, (k * KB + b) * 128, at.token, shared.full + 8 * stage);
+    for (int b = 0; b < KB; ++b)
+      tma_2d(shared.x(stage) + b * X_BYTES, x, (k * KB + b) * 128, at.token, shared.full + 8 * stage);
   };
   const int start = blockIdx.x / SPLIT;
   const Place at = work.place(start);
-  const int early = min(STAGES, work.last_k - work.first_k);     // stages that w may fill before earlier kernels have ended
+  // Stages that w may fill before earlier kernels have ended.
+  const int early = min(STAGES, work.last_k - work.first_k);
   for (int i = 0; i < early; ++i) {
     expect(shared.full + 8 * i, bytes_of(at));
     copy_w(i, at, work.first_k + i);
@@ -101,10 +113,11 @@ __device__ __forceinline__ void release(u32 empty) {
   if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
-// Sums of 64 rows, whose first one is `w_at` bytes from w's in a stage, and tokens, which begin at `x_at`. `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the
-// steps are fewer.
+// Sums of 64 rows, whose first one is `w_at` bytes from w's in a stage, and tokens, which begin at `x_at`.
+// `meanwhile(i)` is called while the products of step i run, for i = 0 .. CHUNKS - 1 even where the steps are fewer.
 template <int COUNT, class F>
-__device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& shared, Position& p, int w_at, int x_at, int steps, F meanwhile) {
+__device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& shared, Position& p, int w_at, int x_at,
+                                         int steps, F meanwhile) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) sums[i] = 0;
   int before = -1;                                         // stage that wgmma may still read
@@ -113,7 +126,8 @@ __device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& share
     const u64 a = descriptor(shared.w(p.slot) + w_at), b = descriptor(shared.x(p.slot) + x_at);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < 4 * KB; ++j) wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
+    for (int j = 0; j < 4 * KB; ++j)
+      wgmma(sums, a + j / 4 * (W_BYTES / 16) + j % 4 * 2, b + j / 4 * (X_BYTES / 16) + j % 4 * 2);
     wgmma_commit();
     meanwhile(i);
     wgmma_wait<1>();
@@ -125,8 +139,9 @@ __device__ __forceinline__ void multiply(int (&sums)[COUNT], const Shared& share
   for (int i = steps; i < CHUNKS; ++i) meanwhile(i);
 }
 
-// What every warp of a block waits for before its cluster's parts are exchanged: all blocks are there (they have arrived at the kernel's start), and with REUSE
-// have read their stages. Two more calls follow: cluster_arrive when a block's part is in the first one's memory, cluster_wait there.
+// What every warp of a block waits for before its cluster's parts are exchanged: all blocks are there (they have
+// arrived at the kernel's start), and with REUSE have read their stages. Two more calls follow: cluster_arrive when a
+// block's part is in the first one's memory, cluster_wait there.
 __device__ __forceinline__ void before_parts() {
   cluster_wait();
   if (REUSE) { cluster_arrive(); cluster_wait(); }
@@ -138,7 +153,8 @@ __device__ __forceinline__ void add_up(int (&sums)[SUMS], u32 parts, int rank) {
   if (rank > 0) {
     const u32 to = address_in(parts + (rank - 1) * PART_BYTES + threadIdx.x * 16, 0);
 #pragma unroll
-    for (int i = 0; i < SUMS; i += 4) store_in_cluster(to + i * GROUPS * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    for (int i = 0; i < SUMS; i += 4)
+      store_in_cluster(to + i * GROUPS * 512, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
   }
   cluster_arrive();
   if (rank > 0) return;
@@ -161,7 +177,8 @@ struct Ends {
     above = output.bits(row, n);
     below = output.bits(row + 8, n);
 #pragma unroll
-    for (int i = 0; i < SCALES; ++i) scales[i] = output.x_scale.bits(min(token + i * 128 + (int)threadIdx.x % 128, m - 1));
+    for (int i = 0; i < SCALES; ++i)
+      scales[i] = output.x_scale.bits(min(token + i * 128 + (int)threadIdx.x % 128, m - 1));
   }
 };
 
@@ -170,15 +187,19 @@ struct Tile {  // y of a warpgroup's 64 rows, which still has to be written
   u16* y; int tokens = 0, rows;                            // y is that of the first row and token
 
   // `scales`: room for TOKENS numbers.
-  __device__ __forceinline__ void fill(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 scales, int barrier) {
+  __device__ __forceinline__ void fill(const int (&sums)[SUMS], const Output& output, const Ends& ends, u32 scales,
+                                       int barrier) {
 #pragma unroll
     for (int i = 0; i < SCALES; ++i)
-      if (i * 128 + threadIdx.x % 128 < TOKENS) sts32(scales + (i * 128 + threadIdx.x % 128) * 4, __float_as_uint(output.x_scale.number(ends.scales[i])));
+      if (i * 128 + threadIdx.x % 128 < TOKENS)
+        sts32(scales + (i * 128 + threadIdx.x % 128) * 4, __float_as_uint(output.x_scale.number(ends.scales[i])));
     bar_sync(barrier, 128);
     if (output.is_plain()) scale<true>(sums, output, output.row(ends.above), output.row(ends.below), scales);
     else scale<false>(sums, output, output.row(ends.above), output.row(ends.below), scales);
   }
-  template <bool PLAIN> __device__ __forceinline__ void scale(const int (&sums)[SUMS], const Output& output, const Output::Row& row, const Output::Row& row8, u32 scales) {
+  template <bool PLAIN>
+  __device__ __forceinline__ void scale(const int (&sums)[SUMS], const Output& output, const Output::Row& row,
+                                        const Output::Row& row8, u32 scales) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j) {
       const int* sum = sums + j * 4;
@@ -198,14 +219,17 @@ struct Tile {  // y of a warpgroup's 64 rows, which still has to be written
       if (c == chunk)
 #pragma unroll
         for (int j = 0; j < CHUNK / 8; ++j) {
-          const int token = j * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;     // of lanes 0 .. 15: rows of two 8 x 8 matrices
-          store_transposed(at + token * 128 + (piece ^ token % 8) * 16, above[c * (CHUNK / 8) + j], below[c * (CHUNK / 8) + j]);
+          // Of lanes 0 .. 15: rows of two 8 x 8 matrices.
+          const int token = j * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+          store_transposed(at + token * 128 + (piece ^ token % 8) * 16, above[c * (CHUNK / 8) + j],
+                           below[c * (CHUNK / 8) + j]);
         }
     bar_sync(barrier, 128);
 #pragma unroll
     for (int i = thread; i < CHUNK * 8; i += 128) {
       const int token = i / 8, row = i % 8 * 8;
-      if (chunk * CHUNK + token < tokens && row < rows) *(uint4*)(y + (u64)(chunk * CHUNK + token) * n + row) = lds128(at + token * 128 + (i ^ token) % 8 * 16);
+      if (chunk * CHUNK + token < tokens && row < rows)
+        *(uint4*)(y + (u64)(chunk * CHUNK + token) * n + row) = lds128(at + token * 128 + (i ^ token) % 8 * 16);
     }
   }
 };
@@ -217,10 +241,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const void* x_scale, const void* w_scale, const void* bias,
-          const i8* zero_point, const int* w_sums, int kinds, u16* y, int m, int n, int k, int together) {
+w8a8_gemm(const __grid_constant__ TensorMap w,      // of w, int8 [n, k]
+          const __grid_constant__ TensorMap x,      // of x, int8 [m, k]
+          const void* x_scale,                      // [m] or [1], of the kind that `kinds` says (scales.cuh)
+          const void* w_scale,                      // [n] or [1]
+          const void* bias,                         // [n] or null
+          const i8* zero_point,                     // int8 [1] or null
+          const int* w_sums,                        // int32 [n]: sums of w's rows, or null
+          int kinds,
+          u16* y,                                   // 16-bit [m, n]
+          int m, int n, int k, int together) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const u32 ring = shared_address(memory), end = ring + STAGES * STAGE_BYTES, parts = REUSE ? ring : end, chunks = end + (REUSE ? 0 : (SPLIT - 1) * PART_BYTES), scales = chunks + GROUPS * 2 * CHUNK_BYTES,
+  const u32 ring = shared_address(memory), end = ring + STAGES * STAGE_BYTES, parts = REUSE ? ring : end,
+            chunks = end + (REUSE ? 0 : (SPLIT - 1) * PART_BYTES), scales = chunks + GROUPS * 2 * CHUNK_BYTES,
             full = scales + GROUPS * TOKENS * 4;
   const Shared shared = {ring, parts, chunks, scales, full, full + 8 * STAGES};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = SPLIT > 1 ? rank_in_cluster() : 0;
@@ -259,7 +292,8 @@ w8a8_gemm(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap
     const Ends ends(output, place.row + warp % 4 * 16 + threadIdx.x % 32 / 4, place.token, n, m);
     int sums[SUMS];
 #if HALVES
-    if (place.half) multiply((int (&)[SUMS / 2])sums, shared, p, 0, group * (X_BYTES / 2), work.last_k - work.first_k, write_before);
+    if (place.half)
+      multiply((int (&)[SUMS / 2]) sums, shared, p, 0, group * (X_BYTES / 2), work.last_k - work.first_k, write_before);
     else
 #endif
     multiply(sums, shared, p, group * 8192, 0, work.last_k - work.first_k, write_before);

@@ -1,11 +1,14 @@
-// Queries, keys and values of tokens as projections give them: biases, RMS norm of queries and keys over a head, RoPE; keys and values go into the pages of a
-// cache, as kv_quantize.cuh does it, queries into a tensor. To the bit what rope_append.py's reference gives where it is finite.
+// Queries, keys and values of tokens as projections give them: biases, RMS norm of queries and keys over a head, RoPE;
+// keys and values go into the pages of a cache, as kv_quantize.cuh does it, queries into a tensor. To the bit what
+// rope_append.py's reference gives where it is finite.
 //
-// A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values, which take longest, are spread among those of queries.
+// A warp for each row: it asks for all that the row needs, then computes. Rows of keys and values, which take longest,
+// are spread among those of queries.
 //
-// Macros: those of kv_quantize.cuh; HEADS of the queries; KV_HEADS; ROTARY channels of D are rotated; INTERLEAVED 0: channel i with i + ROTARY / 2, 1: with its
-// neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in float32, the result is rounded. BIASES, NORMS 0: none of
-// them; FOLD 1: queries get the keys' scale and rotation. WARPS of a block. Grid: WARPS rows a block.
+// Macros: those of kv_quantize.cuh; HEADS of the queries; KV_HEADS; ROTARY channels of D are rotated; INTERLEAVED 0:
+// channel i with i + ROTARY / 2, 1: with its neighbour; WIDE 0: cosines of KIND, each step is rounded to it, 1: in
+// float32, the result is rounded. BIASES, NORMS 0: none of them; FOLD 1: queries get the keys' scale and rotation.
+// WARPS of a block. Grid: WARPS rows a block.
 
 #include "kv_rows.cuh"
 #include "kv_quantize.cuh"
@@ -17,8 +20,9 @@
 #undef ROOM
 #define ROOM (REGULAR && !SPLITS_BYTES ? 1 : D)
 
-// The sum of a row: halves are added, which are another lane's or a lane's own channels, while the size is even; the rest from left to right. Two lanes that
-// add the same share the work: each sends the half of its sums that the other one goes on with. `room` is of ROOM floats.
+// The sum of a row: halves are added, which are another lane's or a lane's own channels, while the size is even; the
+// rest from left to right. Two lanes that add the same share the work: each sends the half of its sums that the other
+// one goes on with. `room` is of ROOM floats.
 __device__ __forceinline__ float fold(float (&t)[E], float* room) {
   if constexpr (IS_POWER(D)) {
     int kept = E;
@@ -56,9 +60,12 @@ __device__ __forceinline__ float fold(float (&t)[E], float* room) {
   }
 }
 
-struct Row { const void* x; long long token_stride, head_stride; const void* bias; const void* norm; };  // strides in elements; [heads, D] or 0; [D] or 0
+// Strides in elements; [heads, D] or 0; [D] or 0.
+struct Row { const void* x; long long token_stride, head_stride; const void* bias; const void* norm; };
 
-__device__ __forceinline__ float rounded(float v) { return KIND == 0 ? v : KIND == 1 ? from_bfloat(to_bfloat(v)) : half_to_float(to_half(v)); }
+__device__ __forceinline__ float rounded(float v) {
+  return KIND == 0 ? v : KIND == 1 ? from_bfloat(to_bfloat(v)) : half_to_float(to_half(v));
+}
 __device__ __forceinline__ float between(float v) { return WIDE ? v : rounded(v); }
 
 // Where channel i of the rotated ones has its cosine.
@@ -77,14 +84,17 @@ struct Angles {  // cosines or sines of a lane's channels
         if (FIRST + j < ROTARY) each[j].load(x, row + angle(FIRST + j));
     }
   }
-  __device__ __forceinline__ float operator[](int j) const { return REGULAR ? near[INTERLEAVED ? j / 2 : j] : each[REGULAR ? 0 : j][0]; }
+  __device__ __forceinline__ float operator[](int j) const {
+    return REGULAR ? near[INTERLEAVED ? j / 2 : j] : each[REGULAR ? 0 : j][0];
+  }
 };
 
 __device__ __forceinline__ void rope(float (&v)[E], const Angles& cosines, const Angles& sines, float* room) {
   float partner[E];
   if constexpr (REGULAR) {
 #pragma unroll
-    for (int j = 0; j < E; ++j) partner[j] = INTERLEAVED ? v[j ^ 1] : __shfl_sync(ALL, v[j], FIRST < HALF ? LANE + HALF / E : LANE - HALF / E);
+    for (int j = 0; j < E; ++j)
+      partner[j] = INTERLEAVED ? v[j ^ 1] : __shfl_sync(ALL, v[j], FIRST < HALF ? LANE + HALF / E : LANE - HALF / E);
   } else {
     __syncwarp();
 #pragma unroll
@@ -101,22 +111,35 @@ __device__ __forceinline__ void rope(float (&v)[E], const Angles& cosines, const
     const int i = FIRST + j;
     if (i >= ROTARY) continue;
     const bool is_first = INTERLEAVED ? i % 2 == 0 : i < HALF;
-    const float straight = between(__fmul_rn(v[j], cosines[j])), turned = between(__fmul_rn(is_first ? -partner[j] : partner[j], sines[j]));
+    const float straight = between(__fmul_rn(v[j], cosines[j])),
+                turned = between(__fmul_rn(is_first ? -partner[j] : partner[j], sines[j]));
     v[j] = rounded(__fadd_rn(straight, turned));
   }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTES]
-            const long long* slots,           // [tokens]
-            const float* key_channels, const float* value_channels, const u16* key_fixed, const u16* value_fixed,  // of Side
-            float key_clip, float value_clip,  // halves of them
+rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEADS, PAGE_BYTES]
+            const long long* slots,                 // int64 [tokens]
+            const float* key_channels,              // float32 [3, KV_HEADS, D] or null, as Side has them
+            const float* value_channels,            // float32 [3, KV_HEADS, D] or null
+            const u16* key_fixed,                   // fp16 [KV_HEADS, groups, 2] or null
+            const u16* value_fixed,                 // fp16 [KV_HEADS, groups, 2] or null
+            float key_clip, float value_clip,       // halves of them
             float step, float norm, int tokens, int num_pages,
-            void* out,                        // [tokens, HEADS, D] of KIND
-            const void* query, const void* key, const void* value,  // [tokens, HEADS | KV_HEADS, D] of KIND, strides in elements
-            long long query_token, long long query_head, long long key_token, long long key_head, long long value_token, long long value_head,
-            const void* query_bias, const void* key_bias, const void* value_bias, const void* query_norm, const void* key_norm,  // of Row, of KIND
-            float eps, const void* cosines, const void* sines,  // [tokens, HALF], float32 or of KIND
+            void* out,                              // [tokens, HEADS, D] of KIND
+            const void* query,                      // [tokens, HEADS, D] of KIND, strides in elements
+            const void* key,                        // [tokens, KV_HEADS, D] of KIND
+            const void* value,                      // [tokens, KV_HEADS, D] of KIND
+            long long query_token, long long query_head, long long key_token, long long key_head,
+            long long value_token, long long value_head,
+            const void* query_bias,                 // [HEADS * D] of KIND, with BIASES, or null
+            const void* key_bias,                   // [KV_HEADS * D] of KIND or null
+            const void* value_bias,                 // [KV_HEADS * D] of KIND or null
+            const void* query_norm,                 // [D] of KIND, with NORMS, or null
+            const void* key_norm,                   // [D] of KIND or null
+            float eps,
+            const void* cosines,                    // [tokens, HALF], float32 or of KIND
+            const void* sines,                      // [tokens, HALF], likewise
             long long cosine_token, long long sine_token) {
   __shared__ float rooms[WARPS][ROOM];
   float* room = rooms[threadIdx.x / 32];
@@ -132,7 +155,8 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
   const Row of = is_query   ? Row{query, query_token, query_head, BIASES ? query_bias : 0, NORMS ? query_norm : 0}
                  : is_value ? Row{value, value_token, value_head, BIASES ? value_bias : 0, 0}
                             : Row{key, key_token, key_head, BIASES ? key_bias : 0, NORMS ? key_norm : 0};
-  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0} : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE};
+  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0}
+                             : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE};
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
@@ -158,7 +182,8 @@ rope_append(unsigned char* pages,             // [num_pages, KV_HEADS, PAGE_BYTE
     float squares[E];
 #pragma unroll
     for (int j = 0; j < E; ++j) squares[j] = __fmul_rn(v[j], v[j]);
-    const float mean = __fmul_rn(fold(squares, room), (float)(1. / D)), inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
+    const float mean = __fmul_rn(fold(squares, room), (float)(1. / D)),
+                inverse = __fdiv_rn(1.f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = rounded(__fmul_rn(weight[j], rounded(__fmul_rn(v[j], inverse))));
   }

@@ -1,7 +1,7 @@
-// The product of w8a8_gemm.cu on mma.sync, sm_80 and later, for any shape and alignment: exact, not tuned.
+// The product of sm90_w8a8_gemm.cu on mma.sync, sm_80 and later, for any shape and alignment: exact, not tuned.
 //
-// A block of four warps has a tile of 64 rows of w by 64 tokens; w is operand A. 64 columns of k of both are in shared memory, in rows 80 bytes apart, which
-// meet no bank twice, while the next ones are on their way in registers.
+// A block of four warps has a tile of 64 rows of w by 64 tokens; w is operand A. 64 columns of k of both are in shared
+// memory, in rows 80 bytes apart, which meet no bank twice, while the next ones are on their way in registers.
 //
 // Grid: row blocks times token blocks. Macros: BF16. `vectors`: whether rows of x and w can be read in 16 bytes.
 
@@ -42,12 +42,22 @@ __device__ __forceinline__ void mma(int* d, const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-w8a8_mma(const i8* w, const i8* x, const void* x_scale, const void* w_scale, const void* bias, const i8* zero_point, const int* w_sums, int kinds,
-         u16* y, int m, int n, int k, int vectors) {
+w8a8_mma(const i8* w,                               // int8 [n, k]
+         const i8* x,                               // int8 [m, k]
+         const void* x_scale,                       // [m] or [1], of the kind that `kinds` says (scales.cuh)
+         const void* w_scale,                       // [n] or [1]
+         const void* bias,                          // [n] or null
+         const i8* zero_point,                      // int8 [1] or null
+         const int* w_sums,                         // int32 [n]: sums of w's rows, or null
+         int kinds,
+         u16* y,                                    // 16-bit [m, n]
+         int m, int n, int k, int vectors) {
   __shared__ __align__(16) unsigned char w_shared[64 * PITCH], x_shared[64 * PITCH];
   const int token_blocks = (m + 63) / 64, row = blockIdx.x / token_blocks * 64, token = blockIdx.x % token_blocks * 64;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = warp / 2 * 32 + lane / 4, side = warp % 2 * 32 + lane / 4;
-  const u32 w_at = shared_address(w_shared) + top * PITCH + lane % 4 * 4, x_at = shared_address(x_shared) + side * PITCH + lane % 4 * 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = warp / 2 * 32 + lane / 4,
+            side = warp % 2 * 32 + lane / 4;
+  const u32 w_at = shared_address(w_shared) + top * PITCH + lane % 4 * 4,
+            x_at = shared_address(x_shared) + side * PITCH + lane % 4 * 4;
   int sums[2][4][4] = {};
   Chunk w_next, x_next;
   w_next.load(w, row, n, 0, k, vectors);
@@ -85,7 +95,9 @@ w8a8_mma(const i8* w, const i8* x, const void* x_scale, const void* w_scale, con
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int t = token + warp % 2 * 32 + j * 8 + lane % 4 * 2 + e;
-        if (t < m) y[(u64)t * n + mine] = to_values(output.number<false>(sums[h / 2][j][h % 2 * 2 + e], r, output.x_scale[t]), 0.f);
+        if (t < m)
+          y[(u64)t * n + mine] = to_values(output.number<false>(sums[h / 2][j][h % 2 * 2 + e], r, output.x_scale[t]),
+                                           0.f);
       }
   }
 }

@@ -1,7 +1,9 @@
-// Decode attention over a paged cache: a query head a sequence, dequantization fused, one launch of a constant grid. Hopper: bulk copies.
+// Decode attention over a paged cache: a query head a sequence, dequantization fused, one launch of a constant grid.
+// Hopper: bulk copies.
 //
-// Work is a flat list of units, UNIT tokens of one KV head: sequences, in each its heads, in each its tokens. Every block takes as many of them, in
-// order, and so does each of its warps, whatever the lengths are, which are read on the device only:
+// Work is a flat list of units, UNIT tokens of one KV head: sequences, in each its heads, in each its tokens. Every
+// block takes as many of them, in order, and so does each of its warps, whatever the lengths are, which are read on the
+// device only:
 //
 //     sequence      0                1        2                                   a segment: one sequence and head
 //     head      0   |   1    |   0 | 1 |  0      |     1      |                   a piece: what a warp has of a segment
@@ -11,16 +13,20 @@
 //
 // A warp streams its units through a ring of its own (kv_units.cuh).
 //
-// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes on in the next block, it leaves the head in global memory.
-// The block in which a segment of several blocks ends waits for what the others have left and adds it up in their order, so that results do not depend on
-// timing. Blocks are numbered as they start, and wait for lower numbers only: for blocks that run or have ended. Words that are left carry the launch's
-// ticket, so that whoever finds it has the word; the numbers of all launches are counted by one counter, and a launch's ticket is the counter's own number
-// and how often it has counted a launch: no other launch has it, not even a graph's next replay. Nothing needs to be cleared.
+// Pieces of a block meet in shared memory; a warp puts together one head. If the segment goes on in the next block, it
+// leaves the head in global memory. The block in which a segment of several blocks ends waits for what the others have
+// left and adds it up in their order, so that results do not depend on timing. Blocks are numbered as they start, and
+// wait for lower numbers only: for blocks that run or have ended. Words that are left carry the launch's ticket, so
+// that whoever finds it has the word; the numbers of all launches are counted by one counter, and a launch's ticket is
+// the counter's own number and how often it has counted a launch: no other launch has it, not even a graph's next
+// replay. Nothing needs to be cleared.
 //
-// Blocks count before earlier kernels of the stream have ended: `started` must not be what a kernel writes that may still be running.
+// Blocks count before earlier kernels of the stream have ended: `started` must not be what a kernel writes that may
+// still be running.
 //
-// Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; PASSES over a KV head's query heads, HEADS each; WARPS 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of
-// 32 WARPS threads a multiprocessor.
+// Macros: those of kv_units.cuh; OUT8: the output is int8; LSE; PASSES over a KV head's query heads, HEADS each; WARPS
+// 4 | 8 | 16; STAGES of a ring; MOST sequences; SHARED_BYTES; BLOCKS: the grid, one of 32 WARPS threads a
+// multiprocessor.
 
 #include "kv_units.cuh"
 
@@ -29,7 +35,8 @@
 
 // Shared memory
 #define RING_BYTES (WARPS * STAGES * UNIT_BYTES)
-#define PAIR (2 * D + 4)                      // floats of two heads of a piece; the 4 keep its writers off each other's banks
+// Floats of two heads of a piece; the 4 keep its writers off each other's banks.
+#define PAIR (2 * D + 4)
 #define PIECE (HEADS / 2 * PAIR)
 #define PIECES_AT RING_BYTES
 #define WEIGHTS_AT (PIECES_AT + 2 * WARPS * PIECE * 4)
@@ -49,13 +56,19 @@ __device__ __forceinline__ int quotient(int a, int b) {
 // Words of 16 bytes in global memory, each stored and loaded as a whole: two floats and a ticket.
 struct __align__(16) Word { float2 value; u64 ticket; };
 __device__ __forceinline__ void leave_word(Word* at, float low, float high, u64 ticket) {
-  asm volatile("{.reg .b128 w; .reg .b64 v; mov.b64 v, {%1, %2}; mov.b128 w, {v, %3}; st.relaxed.gpu.global.b128 [%0], w;}"
-               ::"l"(at), "f"(low), "f"(high), "l"(ticket) : "memory");
+  asm volatile(
+      "{.reg .b128 w; .reg .b64 v; mov.b64 v, {%1, %2}; mov.b128 w, {v, %3}; st.relaxed.gpu.global.b128 [%0], w;}" ::
+          "l"(at),
+      "f"(low), "f"(high), "l"(ticket)
+      : "memory");
 }
 __device__ __forceinline__ Word find_word(const Word* at) {
   Word found;
-  asm volatile("{.reg .b128 w; .reg .b64 v; ld.relaxed.gpu.global.b128 w, [%3]; mov.b128 {v, %2}, w; mov.b64 {%0, %1}, v;}"
-               : "=f"(found.value.x), "=f"(found.value.y), "=l"(found.ticket) : "l"(at) : "memory");
+  asm volatile(
+      "{.reg .b128 w; .reg .b64 v; ld.relaxed.gpu.global.b128 w, [%3]; mov.b128 {v, %2}, w; mov.b64 {%0, %1}, v;}"
+      : "=f"(found.value.x), "=f"(found.value.y), "=l"(found.ticket)
+      : "l"(at)
+      : "memory");
   return found;
 }
 // What `at` was before.
@@ -76,12 +89,14 @@ template <int COUNT> struct Shares {
     return share - (begin(share) > unit) + (begin(share + 1) <= unit);
   }
 };
-// Of blocks: at least a unit for each warp, since who has less hands over more. Where segments are equally long, of `units`, shares may be a little longer to
-// begin and end with segments: then less is handed over. A lane tries to cut a segment into so many shares, or so many segments to a share.
+// Of blocks: at least a unit for each warp, since who has less hands over more. Where segments are equally long, of
+// `units`, shares may be a little longer to begin and end with segments: then less is handed over. A lane tries to cut
+// a segment into so many shares, or so many segments to a share.
 __device__ __forceinline__ Shares<BLOCKS> shares_of(int total, int units, int segments) {
   const int even = max((total + BLOCKS - 1) / BLOCKS, WARPS), count = threadIdx.x % 32 + 1;
   const int whole = units < even ? count * units : (int)((float)units * inverse((float)count) + 0.5f);
-  const bool fits = units < even ? whole >= even && whole - units < even : whole >= even && whole * count == units && (count + 1) * even > units;
+  const bool fits = units < even ? whole >= even && whole - units < even
+                                 : whole >= even && whole * count == units && (count + 1) * even > units;
   const u32 found = __ballot_sync(ALL, fits && units * segments == total && (whole - even) * UNIT_BYTES <= WORTH_BYTES);
   if (found == 0 && total <= BLOCKS * WARPS) return {WARPS, 0, inverse((float)WARPS)};
   if (found == 0) return {total / BLOCKS, total % BLOCKS, BLOCKS * inverse((float)total)};
@@ -104,13 +119,15 @@ struct __align__(4 * CHANNELS) Channels {     // of a head
   }
 };
 
-// What a block leaves of a segment that goes on: heads' channels relative to the sum of their weights, and that sum's log2.
+// What a block leaves of a segment that goes on: heads' channels relative to the sum of their weights, and that sum's
+// log2.
 struct Part {
   Word channels[HEADS][CHANNELS / 2][32], log[HEADS];
 
   __device__ void leave(int head, const Channels& v, float of_weights, u64 ticket) {
 #pragma unroll
-    for (int k = 0; k < CHANNELS / 2; ++k) leave_word(&channels[head][k][threadIdx.x % 32], v.of[2 * k], v.of[2 * k + 1], ticket);
+    for (int k = 0; k < CHANNELS / 2; ++k)
+      leave_word(&channels[head][k][threadIdx.x % 32], v.of[2 * k], v.of[2 * k + 1], ticket);
     if (threadIdx.x % 32 == 0) leave_word(&log[head], of_weights, 0.f, ticket);
   }
 };
@@ -141,13 +158,17 @@ struct Sum {                                  // of parts of a head; at first, o
         are_there = __all_sync(ALL, are_there);
       }
       if (lane % BATCH >= count) log.value.x = __int_as_float(0xff800000);
-      const float higher = fmaxf(most, warp_max(log.value.x, 1, BATCH)), shrink = exp2_of(most - higher), by = exp2_of(log.value.x - higher);
+      const float higher = fmaxf(most, warp_max(log.value.x, 1, BATCH)), shrink = exp2_of(most - higher),
+                  by = exp2_of(log.value.x - higher);
       most = higher; weight = weight * shrink + warp_sum(by, 1, BATCH); channels.scale(shrink);
 #pragma unroll
       for (int k = 0; k < BATCH; ++k) {
         const float f = BATCH == 1 ? by : __shfl_sync(ALL, by, k);       // 0 of what is no part
 #pragma unroll
-        for (int i = 0; i < CHANNELS / 2; ++i) { channels.of[2 * i] += f * found[k][i].value.x; channels.of[2 * i + 1] += f * found[k][i].value.y; }
+        for (int i = 0; i < CHANNELS / 2; ++i) {
+          channels.of[2 * i] += f * found[k][i].value.x;
+          channels.of[2 * i + 1] += f * found[k][i].value.y;
+        }
       }
     }
   }
@@ -163,9 +184,13 @@ struct Output {
   __device__ int first_of(int head) const { return head % PASSES * HEADS; }
   __device__ int heads_of(int head) const { return min(HEADS, group - first_of(head)); }
   // The number of a query head among all of all sequences.
-  __device__ u64 row(int sequence, int head, int i) const { return (u64)sequence * kv_heads * group + kv_head(head) * group + first_of(head) + i; }
+  __device__ u64 row(int sequence, int head, int i) const {
+    return (u64)sequence * kv_heads * group + kv_head(head) * group + first_of(head) + i;
+  }
 
-  __device__ u32 code_of(float x) const { return x == x ? (int)rintf(fminf(fmaxf(__fdiv_rn(x, *out_scale), -128.f), 127.f)) & 255 : 0; }
+  __device__ u32 code_of(float x) const {
+    return x == x ? (int)rintf(fminf(fmaxf(__fdiv_rn(x, *out_scale), -128.f), 127.f)) & 255 : 0;
+  }
 
   // Head i, and the log2 of the sum of its weights.
   __device__ void write(int sequence, int head, int i, Channels v, float weight) const {
@@ -179,7 +204,8 @@ struct Output {
       for (int k = 0; k < CHANNELS; ++k) v.of[k] = v.of[k] * s + z;
     }
     if (value_channels) {
-      const Channels mean = *(const Channels*)(value_channels + kv * D + at), by = *(const Channels*)(value_channels + (kv_heads + kv) * D + at);
+      const Channels mean = *(const Channels*)(value_channels + kv * D + at),
+                     by = *(const Channels*)(value_channels + (kv_heads + kv) * D + at);
 #pragma unroll
       for (int k = 0; k < CHANNELS; ++k) v.of[k] = v.of[k] * by.of[k] + mean.of[k];
     }
@@ -201,7 +227,9 @@ struct Output {
     float shift = 0.f;                                     // of all scores: by the keys' mean and fixed shift
     for (int d = lane; d < D; d += 32) {
       float of = key_channels ? key_channels[kv * D + d] : 0.f;
-      if (STATIC) of += half_to_float(key_fixed[2 * (kv * GROUPS + d * GROUPS / D) + 1]) * (key_channels ? key_channels[(kv_heads + kv) * D + d] : 1.f);
+      if (STATIC)
+        of += half_to_float(key_fixed[2 * (kv * GROUPS + d * GROUPS / D) + 1]) *
+              (key_channels ? key_channels[(kv_heads + kv) * D + d] : 1.f);
       shift += to_float(query[to * D + d]) * of;
     }
     shift = warp_sum(shift) * scale;
@@ -220,19 +248,34 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-decode_attention(const u16* query, const unsigned char* pages, const int* table, const int* lens, void* out, float* lse, Part* parts, u64* started, u64 ticket, const float* key_channels,
-                 const u16* key_fixed, const float* value_channels, const u16* value_fixed, const float* out_scale, int batch, int kv_heads, int group,
-                 int table_stride, int table_pages, int num_pages, float scale) {
+decode_attention(const u16* query,                  // 16-bit [batch, kv_heads * group, D]
+                 const unsigned char* pages,        // uint8 [num_pages, kv_heads, page bytes]
+                 const int* table,                  // int32 [batch, table_pages], rows table_stride apart
+                 const int* lens,                   // int32 [batch]
+                 void* out,                         // [batch, kv_heads * group, D], 16-bit or int8
+                 float* lse,                        // float32 [batch, kv_heads * group] or null
+                 Part* parts,                       // [BLOCKS]: what blocks leave for each other
+                 u64* started,                      // uint64 [1]: counts the blocks of all launches
+                 u64 ticket,
+                 const float* key_channels,         // float32 [3, kv_heads, D] or null
+                 const u16* key_fixed,              // fp16 [kv_heads, GROUPS, 2] or null
+                 const float* value_channels,       // float32 [3, kv_heads, D] or null
+                 const u16* value_fixed,            // fp16 [kv_heads, GROUPS, 2] or null
+                 const float* out_scale,            // float32 [1] of int8 output, or null
+                 int batch, int kv_heads, int group, int table_stride, int table_pages, int num_pages, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const u32 shared = shared_address(memory), ring = shared + warp * STAGES * UNIT_BYTES, bars = shared + BARS_AT + warp * STAGES * 8;
+  const u32 shared = shared_address(memory), ring = shared + warp * STAGES * UNIT_BYTES,
+            bars = shared + BARS_AT + warp * STAGES * 8;
   float* const pieces = (float*)(memory + PIECES_AT);
   float2* const weights = (float2*)(memory + WEIGHTS_AT);  // [piece][head]: maximum (log2), sum of probabilities
-  int4* const places = (int4*)(memory + PLACES_AT);        // of each piece: sequence, head, first and last unit of the segment
+  // Of each piece: sequence, head, first and last unit of the segment.
+  int4* const places = (int4*)(memory + PLACES_AT);
   const auto channels_of = [&](int piece, int head) -> Channels {
     return *(const Channels*)(pieces + piece * PIECE + head / 2 * PAIR + head % 2 * D + lane * CHANNELS);
   };
-  const Output output = {query, out, lse, key_channels, value_channels, key_fixed, value_fixed, out_scale, kv_heads, group, scale};
+  const Output output = {query,       out,       lse,      key_channels, value_channels, key_fixed,
+                         value_fixed, out_scale, kv_heads, group,        scale};
   const int heads = kv_heads * PASSES;
   u64 before;
   if (threadIdx.x == 0) before = count_one(started);
@@ -251,7 +294,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   const int early = ldg32(lens + min(lane, batch - 1));    // on its way while the block learns its number
   if (threadIdx.x == 0) sts64(shared + START_AT, before);
   __syncthreads();
-  launch_dependents();                                     // only now: numbers of the next launch come behind those of this one
+  // Only now: numbers of the next launch come behind those of this one.
+  launch_dependents();
   before = *(const u64*)(memory + START_AT);
   const int number = before % BLOCKS;
   ticket += before / BLOCKS;
@@ -277,7 +321,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     __syncwarp();
   } else {
     int* const sums = (int*)(memory + SUMS_AT);
-    const int each = (batch + WARPS * 32 - 1) / (WARPS * 32), from = min((int)threadIdx.x * each, batch), to = min(from + each, batch);
+    const int each = (batch + WARPS * 32 - 1) / (WARPS * 32), from = min((int)threadIdx.x * each, batch),
+              to = min(from + each, batch);
     int sum = 0;
 #pragma unroll 1                              // one or two
     for (int b = from; b < to; ++b) sum += units_of(lens[b]);
@@ -311,7 +356,9 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     const int head = quotient(in, units);
     return {low, head, in - head * units, units};
   };
-  const auto page_of = [&](const Place& p) -> u32 { return table[(u64)p.sequence * table_stride + p.unit / UNITS_OF_PAGE]; };
+  const auto page_of = [&](const Place& p) -> u32 {
+    return table[(u64)p.sequence * table_stride + p.unit / UNITS_OF_PAGE];
+  };
   // Where a unit stands: UNIT tokens of a head of a page.
   const auto where = [&](const Place& p, u32 page) -> u32 {
     return (min(page, (u32)num_pages - 1) * kv_heads + output.kv_head(p.head)) * UNITS_OF_PAGE + p.unit % UNITS_OF_PAGE;
@@ -348,7 +395,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   };
   const Place mine = find(min(first + lane, total - 1));
   const u32 page = page_of(mine);
-  Place at = {__shfl_sync(ALL, mine.sequence, 0), __shfl_sync(ALL, mine.head, 0), __shfl_sync(ALL, mine.unit, 0), __shfl_sync(ALL, mine.units, 0)};
+  Place at = {__shfl_sync(ALL, mine.sequence, 0), __shfl_sync(ALL, mine.head, 0), __shfl_sync(ALL, mine.unit, 0),
+              __shfl_sync(ALL, mine.units, 0)};
   load_query(at);                                          // behind the pages it would wait for them
   int length = length_of(at.sequence);
   u32 next = where(mine, page);
@@ -363,19 +411,26 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     State state[TILES];
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      q[t] = prepare(raw[t], key_channels ? key_channels + (kv_heads + kv) * D : nullptr, key_fixed + 2 * kv * GROUPS, scale);
+      q[t] = prepare(raw[t], key_channels ? key_channels + (kv_heads + kv) * D : nullptr, key_fixed + 2 * kv * GROUPS,
+                     scale);
       State& st = state[t];
 #pragma unroll
       for (int i = 0; i < D / 16; ++i) st.o[i][0] = st.o[i][1] = st.o[i][2] = st.o[i][3] = 0.f;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) { st.top[k] = st.limit[k] = __int_as_float(0xff800000); st.offset[k] = st.sum[k] = st.shift[k] = 0.f; }
+      for (int k = 0; k < 2; ++k) {
+        st.top[k] = st.limit[k] = __int_as_float(0xff800000);
+        st.offset[k] = st.sum[k] = st.shift[k] = 0.f;
+      }
     }
     Place following = {at.sequence, at.head + 1, 0, at.units};
     int following_length = length;
     if (j + n < count) {
       if (following.head == heads) {
         following.head = 0;
-        do { ++following.sequence; following.units = prefix[following.sequence + 1] - prefix[following.sequence]; } while (following.units == 0);
+        do {
+          ++following.sequence;
+          following.units = prefix[following.sequence + 1] - prefix[following.sequence];
+        } while (following.units == 0);
         following_length = length_of(following.sequence);
       }
       load_query(following);
@@ -406,8 +461,9 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
         float* to = pieces + piece * PIECE + head / 2 * PAIR + k * D;
 #pragma unroll
         for (int i = 0; i < D / 16; i += 2)
-          *(float4*)(to + channel_of(i)) = make_float4(st.o[i][k] * LOW_STEP + shift, st.o[i][k + 2] * HIGH_STEP + shift,
-                                                       st.o[i + 1][k] * LOW_STEP + shift, st.o[i + 1][k + 2] * HIGH_STEP + shift);
+          *(float4*)(to + channel_of(i)) = make_float4(
+              st.o[i][k] * LOW_STEP + shift, st.o[i][k + 2] * HIGH_STEP + shift, st.o[i + 1][k] * LOW_STEP + shift,
+              st.o[i + 1][k + 2] * HIGH_STEP + shift);
         if (g == 0) weights[piece * HEADS + head] = make_float2(-st.offset[k], sum);
       }
     }
@@ -429,7 +485,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
   }
   __syncthreads();
 
-  // Pieces of the block: a warp takes a head of a segment, the next warp the next one. The last segment comes first, since others may wait for it.
+  // Pieces of the block: a warp takes a head of a segment, the next warp the next one. The last segment comes first,
+  // since others may wait for it.
   const int piece = lane % (2 * WARPS), start_of = places[piece].z;
   u32 left = __ballot_sync(ALL, start_of >= 0) & ((1ull << 2 * WARPS) - 1);
   for (int turn = warp; left;) {
@@ -439,7 +496,8 @@ decode_attention(const u16* query, const unsigned char* pages, const int* table,
     const bool is_member = start_of == segment.z;
     const int of_segment = output.heads_of(segment.y);
     for (; turn < of_segment; turn += WARPS) {
-      Channels of[WARPS + 1];                              // warps' last pieces, and the first one of the warp in which the segment ends
+      // warps' last pieces, and the first one of the warp in which the segment ends.
+      Channels of[WARPS + 1];
       const int end = __ffs(members & 0x55555555) - 1;
 #pragma unroll
       for (int k = 0; k < WARPS; ++k) of[k] = members >> 2 * k & 2 ? channels_of(2 * k + 1, turn) : Channels{};

@@ -1,6 +1,8 @@
-// Where each row of 16-bit numbers has its largest one: the first of those that are equal, or the first NaN, as torch.argmax has it.
+// Where each row of 16-bit numbers has its largest one: the first of those that are equal, or the first NaN, as
+// torch.argmax has it.
 //
-// A block for each row. A thread keeps the largest number of its loads and which load that was; where in it the number stands is looked up at the end.
+// A block for each row. A thread keeps the largest number of its loads and which load that was; where in it the number
+// stands is looked up at the end.
 //
 // Macros: BF16; VECTORS 1: rows are whole pieces of 16 bytes, and a load is one | 0: a load is a number. Grid: rows.
 
@@ -14,7 +16,11 @@ typedef u16 Load;
 #endif
 #define WIDTH ((int)sizeof(Load) / 2)          // numbers
 
-__device__ __forceinline__ u32 largest(u32 a, u32 b) { u32 r; asm("max.NaN." VALUES "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 largest(u32 a, u32 b) {
+  u32 r;
+  asm("max.NaN." VALUES "x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 // Unsigned integers in the order of floats: zeros are equal, NaN comes last.
 __device__ __forceinline__ u32 key_of(u16 value) {
   const float v = to_float(value);
@@ -36,7 +42,10 @@ __device__ __forceinline__ void best_of_warp(u32& key, u32& place) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-argmax(const u16* x, long long stride, int columns, long long* out) {
+argmax(const u16* x,                                // 16-bit [rows, columns], rows `stride` elements apart
+       long long stride,
+       int columns,
+       long long* out) {                            // int64 [rows]
   __shared__ u32 keys[32], places[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, loads = columns / WIDTH;
   const Load* row = (const Load*)(x + blockIdx.x * stride);
