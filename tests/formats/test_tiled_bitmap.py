@@ -15,13 +15,13 @@ from tilepress.formats.tiled_bitmap import (
     check,
     check_bounds,
     from_parts,
-    offsets_from_sizes,
     pack,
     pack_stripes,
     record,
     unpack,
     unpack_values,
 )
+from tilepress.formats.tiles import offsets_from_sizes
 
 SECTION = (Path(__file__).parents[2] / "docs" / "format.md").read_text().split("## Tiled bitmap")[1].split("\n## ")[0]
 DTYPES = [torch.bfloat16, torch.float16, torch.int8]

@@ -153,8 +153,9 @@ def layouts() -> dict[str, Layout]:
 
 def layout_named(name: str) -> Layout:
     """Return a layout by its name. Raises TilepressError for one that is not registered."""
+    _load_all()
     try:
-        return layouts()[name]
+        return _registered[name]
     except KeyError:
         raise TilepressError(
             f"layout {name!r} is unknown",

@@ -30,8 +30,8 @@ from torch import Tensor
 from tilepress.formats import TilepressError, dtype_name, int8
 from tilepress.formats.bank_order import assign
 from tilepress.formats.layout import Form, register
-from tilepress.formats.stripes import nonzeros, stripes
-from tilepress.formats.tiles import TiledLayout
+from tilepress.formats.stripes import nonzeros, set_bits, stripes
+from tilepress.formats.tiles import TiledLayout, offsets_from_sizes
 
 TILE_ROWS = TILE_COLS = 128
 WARPS, LANES, RUN = 8, 32, 64  # runs of a tile, elements of a run
@@ -174,14 +174,6 @@ def pack(values: Tensor, group: int | None = None, scale: Tensor | None = None, 
     return TiledBitmap(words, offsets, *values.shape, values.dtype, group, scale)
 
 
-def offsets_from_sizes(sizes: Tensor) -> Tensor:
-    """Of each tile in 16 bytes -> offsets. Raises TilepressError where int32 does not reach (32 GiB)."""
-    ends = torch.cumsum(sizes.long(), 0)
-    if ends.numel() and int(ends[-1]) > 2**31 - 1:
-        raise TilepressError(f"a packed weight of {int(ends[-1]) * 16} bytes exceeds the format's 32 GiB")
-    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-
-
 def pack_stripes(values: Tensor, group: int, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
     """Packs a few row blocks at a time, in file order: yields (words, size of each tile in 16 bytes, statistics), so that memory stays small."""
     if values.dtype not in VALUE_DTYPES or values.dim() != 2 or not values.numel():
@@ -231,7 +223,7 @@ def _pack_tiles(runs: Tensor, group: int) -> tuple[Tensor, Tensor, PackStats]:
     head = torch.cat([masks, starts.to(torch.int16).view(torch.uint8)], 1).view(torch.int32)
     words[4 * base[:, None] + torch.arange(header // 4, device=device)] = head
 
-    stored = _stored(bits)
+    stored = set_bits(bits)
     place = _places(counts, base[:, None] * 16 + header + starts, width, stored)
     words.view(_UNITS[width]).scatter_(0, place, units.view(-1).index_select(0, stored))
 
@@ -253,23 +245,13 @@ class _Tiles:
 
     def places(self, width: int) -> Tensor:
         """Where each stored group is among the words seen as groups, in the order of the bits: int64."""
-        return _places(self.counts, self.first[:, None] + self.starts, width, _stored(self.bits))
+        return _places(self.counts, self.first[:, None] + self.starts, width, set_bits(self.bits))
 
     def groups(self, width: int) -> Tensor:
         """[T, 256, 64 / group], zeros where nothing is stored."""
         stored = self.words.view(_UNITS[width])
         groups = torch.zeros(self.bits.shape, dtype=stored.dtype, device=stored.device)
         return groups.masked_scatter_(self.bits, stored.index_select(0, self.places(width)))
-
-
-def _stored(bits: Tensor) -> Tensor:
-    """Return which bits are set, as int64.
-
-    They are found once for all that is selected by them, in one dimension: three would be three indices each. On a CPU
-    NumPy finds them in an eighth of the time that torch takes.
-    """
-    flat = bits.view(-1)
-    return torch.from_numpy(flat.numpy().nonzero()[0]) if flat.device.type == "cpu" else flat.nonzero().squeeze(1)
 
 
 def _places(counts: Tensor, begins: Tensor, width: int, stored: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.bank_order import BANKS, Placement, plan
 from tilepress.formats.layout import Form, register
 from tilepress.formats.stripes import infinity, stripes
-from tilepress.formats.tiles import TiledLayout
+from tilepress.formats.tiles import TiledLayout, offsets_from_sizes
 
 TILE_ROWS, TILE_COLS = 128, 64  # the taller a tile, the more evenly its banks are filled
 WINDOW = TILE_ROWS * TILE_COLS  # elements
@@ -140,16 +140,8 @@ def pack(weight: Tensor, name: str = "weight") -> TiledCSL:
     )
 
 
-def offsets_from_sizes(sizes: Tensor) -> Tensor:
-    """Words per tile -> offsets. Raises TilepressError where int32 units of 16 bytes do not reach (32 GiB)."""
-    ends = torch.cumsum(sizes.long(), 0) // 4
-    if ends.numel() and int(ends[-1]) > 2**31 - 1:
-        raise TilepressError(f"a packed weight of {int(ends[-1]) * 16} bytes exceeds the format's 32 GiB")
-    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-
-
 def pack_stripes(weight: Tensor, name: str = "weight") -> Iterator[tuple[Tensor, Tensor, PackStats]]:
-    """Packs a few row blocks at a time, in file order: yields (words, words per tile, statistics), so that memory stays small."""
+    """Packs a few row blocks at a time, in file order: yields (words, size of each tile in 16 bytes, statistics), so that memory stays small."""
     if weight.dtype not in VALUE_DTYPES or weight.dim() != 2:
         raise TilepressError(
             f"{name}: Tiled-CSL stores 2-D bfloat16 or float16 weights, not {weight.dtype} {list(weight.shape)}",
@@ -174,7 +166,7 @@ def _to_windows(stripe: Tensor) -> Tensor:
 
 
 def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
-    """int32 [T, 128, 32] -> (words, words per tile int32 [T], statistics)."""
+    """int32 [T, 128, 32] -> (words, size of each tile in 16 bytes int32 [T], statistics)."""
     tiles = len(windows)
     device = windows.device
     banks = windows.transpose(1, 2).contiguous()  # [T, 32, 128]
@@ -244,7 +236,7 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
     stats = PackStats(
         int(nonzeros.sum()), int(nonzeros.max()), int(crowd.view(-1, BANKS).amax(1).sum()) if crowd.numel() else 0
     )
-    return words, sizes, stats
+    return words, sizes // 4, stats
 
 
 def unpack(packed: TiledCSL) -> Tensor:

@@ -17,6 +17,17 @@ from tilepress.formats.layout import Add, Form, Layout, Span
 _VERIFY = "`tilepress verify DIR` lists every finding"
 
 
+def offsets_from_sizes(sizes: Tensor) -> Tensor:
+    """Return int32 [tiles + 1], where each tile begins and the last one ends, from their sizes [tiles]; all in 16 bytes.
+
+    Raises TilepressError where int32 does not reach (32 GiB).
+    """
+    ends = torch.cumsum(sizes.long(), 0)
+    if ends.numel() and int(ends[-1]) > 2**31 - 1:
+        raise TilepressError(f"a packed weight of {int(ends[-1]) * 16} bytes exceeds the format's 32 GiB")
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+
+
 class TiledLayout(Layout):
     """A layout of tiles. `module` packs and unpacks them, and its packed weights have `words` and `offsets`, in 16 bytes."""
 
@@ -38,7 +49,7 @@ class TiledLayout(Layout):
                 yield words
 
         nbytes = add(name, (-1,), words_of())
-        packed = packed_with(self.module.offsets_from_sizes(torch.cat(sizes)))
+        packed = packed_with(offsets_from_sizes(torch.cat(sizes)))
         for suffix, part in packed.beside().items():
             nbytes += add(name + suffix, tuple(part.shape), [part])
         return self.module.record(packed, stats) | {"bytes": nbytes, "layout": self.name} | record
