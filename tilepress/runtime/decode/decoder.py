@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from tilepress.kernels.arch import Path
 from tilepress.models.families import HALVES, LEARNED, RMS_PLUS_ONE, Family, family_of, heads_of, part
 from tilepress.runtime.linear.between import Activation, Norm, quantizes_by, takes_codes
 from tilepress.runtime.linear.merged import merge
