@@ -13,15 +13,16 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "kernels": {"kernels", "formats"},
     "models": {"models", "formats"},
     "text": {"formats"},
+    "device": {"formats"},
     "runtime": {"runtime", "kernels", "formats", "models"},
-    "compress": {"compress", "formats", "models", "text", "__init__"},
-    "eval": {"eval", "compress", "runtime", "kernels", "formats", "models", "text"},
+    "compress": {"compress", "formats", "models", "text", "device", "__init__"},
+    "eval": {"eval", "compress", "runtime", "kernels", "formats", "models", "text", "device"},
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),
     "hf": {"runtime", "formats"},
-    "__init__": {"compress", "runtime", "eval"},
+    "__init__": {"compress", "runtime", "eval", "formats", "text"},
     "__main__": {"cli"},
-    "cli": {"cli", "bench", "eval", "runtime", "kernels", "compress", "formats", "models", "text", "demo", "__init__"},
+    "cli": {"cli", "bench", "eval", "runtime", "kernels", "compress", "formats", "text", "device", "demo", "__init__"},
 }
 
 

@@ -66,7 +66,6 @@ Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Blocks = Annotated[
     bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
 ]
-CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Making:
     """The flags of every command that makes an artifact."""
 
     workers: ClassVar[int] = 1
-    rank: ClassVar[int | None] = None
-    world_size: ClassVar[int | None] = None
+    share: ClassVar[tuple[int, int]] = (0, 1)  # this worker, of how many
     device: Device = "auto"
     overwrite: Overwrite = False
     resume: Resume = False
@@ -88,7 +86,7 @@ class Making:
 
 @dataclass(frozen=True)
 class Writing(Making):
-    """Those of commands that write weights, alone or among several workers."""
+    """The flags of commands that write weights, alone or among several workers."""
 
     ignore: Ignore = None
     workers: Workers = 1
@@ -98,6 +96,10 @@ class Writing(Making):
     @property
     def ignored(self) -> tuple[str, ...]:
         return tuple(self.ignore or ("lm_head",))
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return find_rank(self.rank, self.world_size)
 
 
 def takes(flags: type) -> Callable:
@@ -126,40 +128,12 @@ def takes(flags: type) -> Callable:
     return decorate
 
 
-def calibration_text(
-    text_config: dict, dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int
-) -> "Text":
-    """What the flags of calibration ask for; what is not given has its default."""
+def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int) -> "Text":
+    """Return the text that the flags ask for; what is not given has its default."""
     from tilepress.text import Text
 
-    return Text(
-        CALIBRATION_TEXT if dataset is None else dataset,
-        128 if nsamples is None else nsamples,
-        default_seqlen(text_config) if seqlen is None else seqlen,
-        seed,
-    )
-
-
-def default_seqlen(text_config: dict) -> int:
-    """2048, or what the model's positions allow."""
-    from tilepress.text import max_positions
-
-    return min(2048, max_positions(text_config) or 2048)
-
-
-def parse_device(name: str) -> str:
-    """cpu, cuda or cuda:N as torch takes it; auto is the first card there is, else the CPU."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(number or 0) >= cards:
-        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
-    return name
+    given = {"dataset": dataset, "nsamples": nsamples, "seqlen": seqlen}
+    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed)
 
 
 def parse_dtype(name: str):
@@ -203,6 +177,11 @@ def parse_list(text: str, what: str) -> list[int]:
     if min(values) < 1:
         raise UsageError(f"{text!r} is no list of {what}", "write whole numbers with commas: 1,8,16")
     return values
+
+
+def parse_batches(text: str) -> "list[int | str]":
+    """fit, or 1,8,fit."""
+    return ["fit" if part == "fit" else parse_list(part, "batch")[0] for part in text.split(",")]
 
 
 def parse_shape(text: str) -> tuple[int, int]:
