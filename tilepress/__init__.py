@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tilepress.formats import TilepressError, UsageError
+from tilepress.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tilepress import compress
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from tilepress.runtime.loader import load
     from tilepress.text import Text
 
-__version__ = "0.1.0"
 _HOMES = {
     "Convert": "compress.convert",
     "KVCache": "compress.kv.recipe",

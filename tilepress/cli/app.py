@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from tilepress import __version__
 from tilepress.cli import convert, demo, env, inspect, kernels, kv, perplexity, prune, quantize, recover, speed, verify
 from tilepress.cli.terminal import EXIT_INTERRUPTED, say
 from tilepress.formats import TilepressError
+from tilepress.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -3,9 +3,9 @@
 import json
 import os
 
-from tilepress import __version__
 from tilepress.cli.flags import Json
 from tilepress.cli.terminal import table
+from tilepress.version import __version__
 
 
 def env(json_: Json = False) -> None:

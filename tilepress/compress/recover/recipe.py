@@ -88,8 +88,8 @@ class Recover(Settings, Recipe):
         dense = open_model(self.base)
         return replace(self, base=dense.path, base_name=self.base_name or dense.name)
 
-    def after(self, model: str | Path) -> Recipe:
-        return self if self.prune or self.base else replace(self, base=model)
+    def after(self, model: Checkpoint) -> Recipe:
+        return self if self.prune or self.base else replace(self, base=model.path, base_name=model.name)
 
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
         return self.prune.find_targets(inputs) if self.prune else super().find_targets(inputs)

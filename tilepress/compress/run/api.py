@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from tilepress.compress.run.finish import GENERAL, finish
+from tilepress.compress.run.finish import GENERAL, finish, history
 from tilepress.compress.run.output import open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.shards import run_parallel, run_shards
@@ -40,9 +40,7 @@ class Outcome:
     details: dict  # what the manifest says of the recipe: its settings, and what it measured
     warnings: tuple[str, ...]
     seconds: float
-    stages: dict[
-        str, float
-    ]  # seconds that went to reading, computing, packing and writing; empty for what was complete
+    stages: dict[str, float]  # seconds of reading, computing, packing and writing; empty for what was complete
     was_complete: bool = False  # found finished by `resume`
 
     @property
@@ -105,7 +103,15 @@ class Run:
             stages = run_parallel(plan, workers, *share) if workers > 1 else run_shards(plan, *share)
             if finish(plan) is None:
                 return None
-        return _outcome(plan, time.monotonic() - started, stages, was_complete=not opened)
+        return _outcome(
+            plan.output,
+            recipe,
+            plan.source_bytes,
+            left_behind=(plan.source / KV_FOLDER).exists(),
+            seconds=time.monotonic() - started,
+            stages=stages,
+            was_complete=not opened,
+        )
 
 
 def compress(
@@ -167,15 +173,11 @@ def plan(
     """Plan what `compress` does with the same arguments, from headers alone, and write nothing. Raises UsageError as `compress` does."""
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{recipe!r} is no recipe", "a plan takes one: Prune, Quantize, KVCache, Recover or Convert")
-    checkpoint = open_model(model, revision)
-    return _planned(checkpoint, Path(output), recipe, dataset, trust_remote_code)
-
-
-def _planned(checkpoint: Checkpoint, output: Path, recipe: Recipe, dataset, trust_remote_code: bool) -> Run:
     if dataset is not None and recipe.refuses_text:
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
+    checkpoint = open_model(model, revision)
     text = text_for(recipe, dataset, checkpoint)
-    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), output, recipe))
+    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), Path(output), recipe))
 
 
 def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint) -> Text | None:
@@ -199,19 +201,7 @@ def _counted(progress: Report | None, total: int) -> Callable[[str, int], None]:
     return step
 
 
-def _outcome(plan: Plan, seconds: float, stages: dict[str, float], was_complete: bool) -> Outcome:
-    return _from_manifest(
-        plan.output,
-        plan.recipe,
-        plan.source_bytes,
-        seconds=seconds,
-        stages=stages,
-        was_complete=was_complete,
-        left_behind=(plan.source / KV_FOLDER).exists(),
-    )
-
-
-def _from_manifest(output: Path, recipe: Recipe, source_bytes: int, *, left_behind: bool = False, **facts) -> Outcome:
+def _outcome(output: Path, recipe: Recipe, source_bytes: int, *, left_behind: bool = False, **facts) -> Outcome:
     """Read what came out from the finished artifact; `left_behind` is a calibrated cache that the source had."""
     manifest = read_manifest(output)
     left = {item["name"]: item["reason"] for item in manifest["left_alone"]}
@@ -252,7 +242,7 @@ def _stack(
     if how["resume"] and _is_made_by(output, model, recipes, texts):
         shutil.rmtree(steps, ignore_errors=True)
         seconds = time.monotonic() - started
-        return _from_manifest(output, recipes[-1], source_bytes, seconds=seconds, stages={}, was_complete=True)
+        return _outcome(output, recipes[-1], source_bytes, seconds=seconds, stages={}, was_complete=True)
     source, stages, warnings = model, {}, []
     for number, (recipe, text) in enumerate(zip(recipes, texts, strict=True), 1):
         folder = output if number == len(recipes) else steps / f"{number}-{recipe.command.split()[-1]}"
@@ -281,12 +271,9 @@ def _is_made_by(output: Path, model: Checkpoint, recipes: list[Recipe], texts: l
     """Return whether a folder holds the finished artifact of these very recipes and files of the model."""
     if not (output / MANIFEST_NAME).exists():
         return False
-    steps = [read_manifest(output)]
-    while "recipe" in steps[-1]["source"]:
-        steps.append(steps[-1]["source"]["recipe"])
     wanted = [(recipe.command, recipe.settings(text)) for recipe, text in zip(recipes, texts, strict=True)]
-    steps = steps[: len(wanted)]
+    steps = history(read_manifest(output))[: len(wanted)]
+    if [(step["command"], step["settings"]) for step in reversed(steps)] != wanted:
+        return False
     files = {file["name"]: file["sha256"] for file in steps[-1]["source"]["files"]}
-    return [(step["command"], step["settings"]) for step in reversed(steps)] == wanted and files == {
-        name: sha256_file(model.path / name) for name in files if (model.path / name).exists()
-    }
+    return files == {name: sha256_file(model.path / name) for name in files if (model.path / name).exists()}

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
-from tilepress import __version__
 from tilepress.compress.kv.recipe import KVCache
 from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.quantize.recipe import Quantize
@@ -15,6 +14,7 @@ from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
 from tilepress.formats import TilepressError, sparse
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+from tilepress.version import __version__
 
 GENERAL = (  # the manifest's keys that every artifact has; all others are the recipe's
     *("format_version", "tilepress", "command", "fingerprint", "versions", "source", "left_alone", "tensors", "files"),
@@ -99,11 +99,17 @@ def _copy_other_files(plan: Plan) -> list[str]:
     return copied
 
 
-def model_card(manifest: dict) -> str:
-    """Return Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+def history(manifest: dict) -> list[dict]:
+    """Return the steps that made an artifact, the newest first, each with `command`, `settings` and `source`."""
     steps = [manifest]
     while "recipe" in steps[-1]["source"]:
         steps.append(steps[-1]["source"]["recipe"])
+    return steps
+
+
+def model_card(manifest: dict) -> str:
+    """Return Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+    steps = history(manifest)
     cards = [kind.card(manifest, steps) for kind in CARDS if any(map(kind.made, steps))]
     base = manifest["source"]["name"]
     packed = [t for t in manifest["tensors"] if t["layout"] in sparse.MODULES]

@@ -72,8 +72,8 @@ class Recipe:
         """Return the recipe with what it names by hub id found on the disk."""
         return self
 
-    def after(self, model: str | Path) -> "Recipe":
-        """Return the recipe as a later step of a stack that started from `model`."""
+    def after(self, model: Checkpoint) -> "Recipe":
+        """Return the recipe as a step of a stack that starts from `model`."""
         return self
 
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
