@@ -1,4 +1,4 @@
-"""The flags that several commands share, and what their texts mean. One spelling each; torch only where a value needs it."""
+"""The flags that several commands share, and what their texts mean. Torch is imported only where a value needs it."""
 
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ class Writing(Making):
 
 
 def takes(flags: type) -> Callable:
-    """Gives a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
+    """Give a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
     hints = get_type_hints(flags, include_extras=True)
     fields = dataclasses.fields(flags)
     hints = {field.name: hints[field.name] for field in fields}
@@ -137,7 +137,7 @@ def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed:
 
 
 def parse_dtype(name: str):
-    """The torch dtype of that name; None for auto."""
+    """Return the torch dtype of that name; None for auto."""
     import torch
 
     known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -147,7 +147,7 @@ def parse_dtype(name: str):
 
 
 def parse_share(text: str) -> float:
-    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
+    """Read 5% or 0.05; a bare number above 1 could mean either, so it is refused."""
     try:
         percent = text.strip().endswith("%")
         value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
@@ -159,7 +159,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """0.6, or 0.5,0.6,0.7. Whether they are in range is the recipe's to say."""
+    """Read 0.6, or 0.5,0.6,0.7; the recipe says whether they are in range."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -169,7 +169,7 @@ def parse_sparsities(text: str) -> list[float]:
 
 
 def parse_list(text: str, what: str) -> list[int]:
-    """1,8,16."""
+    """Read whole numbers with commas: 1,8,16."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -180,12 +180,12 @@ def parse_list(text: str, what: str) -> list[int]:
 
 
 def parse_batches(text: str) -> "list[int | str]":
-    """fit, or 1,8,fit."""
+    """Read numbers of sequences with commas, or `fit` for as many as the card holds: 1,8,fit."""
     return ["fit" if part == "fit" else parse_list(part, "batch")[0] for part in text.split(",")]
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """8192x4096."""
+    """Read rows and columns: 8192x4096."""
     try:
         rows, cols = (int(part) for part in text.lower().split("x"))
     except ValueError:
@@ -196,7 +196,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which worker this is: flags first, then what schedulers set."""
+    """Return which worker this is and how many there are: from the flags, else from what schedulers set."""
 
     def first(given: int | None, names: tuple[str, ...]) -> int | None:
         return (

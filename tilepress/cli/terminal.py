@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Aligned plain text: the first column to the left, the others to the right. The same in a terminal, a pipe and a README."""
+    """Return aligned plain text: the first column to the left, the others to the right. It is the same in a terminal, a pipe and a README."""
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     lines = [title, ""] if title else []
     for row in [columns, *rows]:

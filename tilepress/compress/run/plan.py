@@ -111,7 +111,7 @@ class Recipe:
         return mine + (self.passes(plan.text) - 1) * once
 
     def warnings(self) -> list[str]:
-        """What speaks against these settings, said before the work starts."""
+        """Return what speaks against these settings, to be said before the work starts."""
         return []
 
     def foreseen(self, inputs: Inputs) -> dict:
@@ -119,7 +119,7 @@ class Recipe:
         return {}
 
     def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict | None:
-        """Looks at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
+        """Look at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
 
         Its files are in `plan.work`, so a resumed run finds them and ranks share them. None if other ranks have completed the artifact.
         """
@@ -130,11 +130,11 @@ class Recipe:
         raise NotImplementedError
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
-        """A stored tensor that is no target's, as the result has it."""
+        """Return a stored tensor that is no target's as the result has it."""
         return Compressed(tensor, {})
 
     def describe(self, plan: "Plan", tensors: list[dict]) -> dict:
-        """Further keys of the manifest, from the records of its tensors and what `prepare` left in the work folder."""
+        """Return further keys of the manifest, from the records of its tensors and what `prepare` left in the work folder."""
         return {}
 
     @classmethod
@@ -149,11 +149,11 @@ class Recipe:
         return Card()
 
     def extra_files(self, plan: "Plan") -> dict[str, bytes]:
-        """Further files of the artifact by name, once every shard is done."""
+        """Return further files of the artifact by name, once every shard is done."""
         return {}
 
     def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
-        """`config.json` of the result, from the source's: with `quantization_config` exactly if a weight is packed or INT8."""
+        """Return `config.json` of the result, from the source's: with `quantization_config` exactly if a weight is packed or INT8."""
         config = {k: v for k, v in config.items() if k not in ("quantization_config", CONFIG_KEY)}
         if self.dtype is not None:
             config["dtype"] = dtype_name(self.dtype)
@@ -162,7 +162,7 @@ class Recipe:
         return config if quantization is None else config | {"quantization_config": quantization}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict | None:
-        """`config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
+        """Return `config.json`'s `quantization_config` for a result with these manifest records; None for a dense one."""
         dtypes = sorted({tensor["dtype"] for tensor in tensors if tensor["layout"] != "dense"})
         if not dtypes:
             return None
