@@ -15,11 +15,10 @@ from support.outliers import add_key_outliers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress import demo
+from tilepress import KVCache, demo
 from tilepress.compress.kv import search as kv_search
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
-from tilepress.compress.kv.recipe import KVRecipe
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
@@ -31,7 +30,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral"]
 
 
 def calibrate(source, output, text=None, **settings):
-    return run_recipe(KVRecipe(text or few_words(4, 64), **settings), source, output)
+    return run_recipe(KVCache(**settings), source, output, text=text or few_words(4, 64))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +43,9 @@ def calibrated(tmp_path_factory, checkpoint_of):
 
 def divergence_from(base, model, text, kv="sim", limit=3):
     dense = tilepress.load(base, dtype=torch.float32, kv=False)
-    scores = perplexity(
+    scores = measure(
         model, AutoTokenizer.from_pretrained(base), Protocol(str(text), "gptq", 512, None, limit), dense, kv=kv
-    )
+    ).to_json()
     return scores["kl_divergence"]["mean"], scores["perplexity"] / scores["base"]["perplexity"] - 1
 
 
@@ -93,7 +92,7 @@ def test_static_ranges_hold_beyond_the_calibrated_positions(tiny, tmp_path, halv
 def test_every_family(checkpoint_of, tmp_path, family, settings):
     source = checkpoint_of(family)
     manifest = calibrate(source, tmp_path / "out", **settings)
-    assert [f for check in verify(tmp_path / "out", source) for f in check.findings] == []
+    assert [f for check in verify(tmp_path / "out", source).checks for f in check.findings] == []
     told, shape = manifest["kv_cache"], attention_shape(Checkpoint(source))
     assert len(told["report"]) == shape.layers == 2
     assert told["bytes_per_token_bfloat16"] == 2 * 2 * shape.kv_heads * shape.head_dim * 2
@@ -247,7 +246,7 @@ def test_weights_are_linked_and_other_commands_leave_the_calibration_behind(chec
         ).code
         == 0
     )
-    assert all(check.passed for check in verify(tmp_path / "again"))
+    assert verify(tmp_path / "again").passed
 
 
 @pytest.mark.parametrize("first", ["prune", "quantize"])
@@ -255,7 +254,7 @@ def test_it_stacks(checkpoint_of, tmp_path, first):
     source = checkpoint_of("llama")
     (prune if first == "prune" else quantize)(source, tmp_path / "one")
     calibrate(tmp_path / "one", tmp_path / "two")
-    assert [f for check in verify(tmp_path / "two") for f in check.findings] == []
+    assert [f for check in verify(tmp_path / "two").checks for f in check.findings] == []
     assert (
         Checkpoint(tmp_path / "two").config["quantization_config"]
         == Checkpoint(tmp_path / "one").config["quantization_config"]
@@ -277,7 +276,7 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
                 tilepress.load(output)
 
     source = checkpoint_of("llama", shard_size="1MB")
-    assert stop_anywhere_and_resume(KVRecipe(few_words(2, 32)), source, tmp_path, monkeypatch, nothing_loads) > 5
+    assert stop_anywhere_and_resume(KVCache(), source, tmp_path, monkeypatch, nothing_loads, few_words(2, 32)) > 5
 
 
 def test_the_command(checkpoint_of, tmp_path, cli):

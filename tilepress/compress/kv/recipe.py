@@ -14,7 +14,7 @@ from tilepress.compress.kv.attention import QUERIES, AttentionShape, Watch, atte
 from tilepress.compress.kv.search import choose
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.run.encode import DenseLayout, Layout
-from tilepress.compress.run.plan import Plan, Progress, Recipe
+from tilepress.compress.run.plan import OURS, Card, Inputs, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, find_targets
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
@@ -30,24 +30,26 @@ from tilepress.formats.kv_calibration import (
     weights_hash,
 )
 from tilepress.formats.kv_int4 import KVFormat
-from tilepress.text import Text, check_vocabulary, check_window, load_tokenizer
+from tilepress.text import Text, check_vocabulary, load_tokenizer
 
 _SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
 
 
 @dataclass(frozen=True)
-class KVRecipe(Recipe):
-    """Settings of `compress kv`. Raises UsageError for an unknown choice."""
+class KVCache(Recipe):
+    """Calibrate a packed attention cache and leave the weights as they are: the recipe of `tilepress compress kv`.
 
-    text: Text
-    bits: int = 4
-    group_size: int = 0  # 0: the head dimension
-    mode: str = "dynamic"  # dynamic | static
-    rotation: str = "auto"  # auto | none | hadamard
-    trust_remote_code: bool = False
+    Raises UsageError for an unknown choice or two that contradict each other."""
+
+    bits: int = 4  # of a stored key or value: 4 | 8
+    group_size: int | None = None  # channels that share a scale, 4 bits: 128 | 64 | 32; None: the head dimension
+    mode: str = "dynamic"  # dynamic: scales with every token | static: calibrated and stored once
+    rotation: str = "auto"  # of keys and queries: auto, if it lowers the error | none | hadamard
 
     command = "compress kv"
     links = True
+    alone = True
+    needs_text = True
 
     def __post_init__(self):
         if self.bits not in (4, 8):
@@ -66,47 +68,47 @@ class KVRecipe(Recipe):
             return (False, True)
         return (self.rotation == "hadamard",)
 
-    def find_targets(self, checkpoint: Checkpoint, trust_remote_code: bool = False):
+    def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
         return [], []
 
     def layout(self) -> Layout:
         return DenseLayout()
 
-    def settings(self) -> dict:
+    def settings(self, text: Text | None) -> dict:
         chosen = {
             "bits": self.bits,
             "group_size": self.group_size or "head",
             "mode": self.mode,
             "rotation": self.rotation,
         }
-        return chosen | asdict(self.text)
+        return chosen | asdict(text)
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        check_window(self.text.seqlen, checkpoint.text_config)
-        self.form(attention_shape(checkpoint, self.trust_remote_code).head_dim)
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        self.form(attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim)
 
     def form(self, head_dim: int) -> KVFormat:
-        return KVFormat(head_dim, self.bits, self.group_size, self.mode == "static")
+        return KVFormat(head_dim, self.bits, self.group_size or 0, self.mode == "static")
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
-        """A layer is one."""
-        return attention_shape(Checkpoint(plan.source), self.trust_remote_code).layers
+        """Return the number of layers."""
+        return attention_shape(Checkpoint(plan.source), plan.trust_remote_code).layers
 
-    def foreseen(self, checkpoint: Checkpoint) -> dict:
-        shape = attention_shape(checkpoint, self.trust_remote_code)
+    def foreseen(self, inputs: Inputs) -> dict:
+        shape = attention_shape(inputs.checkpoint, inputs.trust_remote_code)
         return {"kv_cache": sizes(self.form(shape.head_dim), shape.kv_heads * shape.layers)}
 
-    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+    def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """One layer in float32, what is outside of layers twice, hidden states, the sampled keys and values and their candidates."""
-        shape, config = attention_shape(checkpoint, self.trust_remote_code), checkpoint.text_config
+        checkpoint, text = inputs.checkpoint, inputs.text
+        shape, config = attention_shape(checkpoint, inputs.trust_remote_code), checkpoint.text_config
         elements = sum(entry.nbytes // entry.dtype.itemsize for entry in checkpoint.tensors.values())
         width = config.get("hidden_size") or config.get("n_embd") or shape.heads * shape.head_dim
         embedding = config.get("vocab_size", 0) * width
-        hidden = self.text.nsamples * self.text.seqlen * width * 4
+        hidden = text.nsamples * text.seqlen * width * 4
         row = shape.kv_heads * shape.head_dim * 4
         # Keys and values, the quantized ones, and what quantizing holds for a moment (codes, weights, sums).
-        sampled = min(self.text.nsamples, _SAMPLED_WINDOWS) * self.text.seqlen * row * (2 + 2 + 2)
-        scores = shape.heads * QUERIES * self.text.seqlen * 4 * 4  # scores, masked, softmax and its inputs
+        sampled = min(text.nsamples, _SAMPLED_WINDOWS) * text.seqlen * row * (2 + 2 + 2)
+        scores = shape.heads * QUERIES * text.seqlen * 4 * 4  # scores, masked, softmax and its inputs
         return 4 * max(elements - embedding, 0) // shape.layers + 8 * embedding + hidden + sampled + scores
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
@@ -123,21 +125,34 @@ class KVRecipe(Recipe):
         kept = {key: source[key] for key in ("calibration", "report") if key in source}
         return kept | {"kv_cache": told(read_json(plan.work / FOLDER / FACTS_NAME))}
 
+    @classmethod
+    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+        told = manifest.get("kv_cache")
+        if told is None:  # weights have changed since: the calibration was left behind
+            return Card()
+        return Card(
+            paragraphs=(
+                f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
+                f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
+                f"{OURS} generates with it; other loaders ignore it.",
+            )
+        )
+
     def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         return config | {CONFIG_KEY: FOLDER}
 
 
-def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) -> None:
+def calibrate_kv(plan: Plan, recipe: KVCache, device: str, progress: Progress) -> None:
     """Runs the model over the text and leaves the sidecar's files in the work folder; finds them there when it is resumed.
 
     Raises UsageError for a model whose attention cannot be looked at, TilepressError naming the layer for keys that are not finite.
     """
-    checkpoint = Checkpoint(plan.source)
-    shape = attention_shape(checkpoint, recipe.trust_remote_code)
-    windows = recipe.text.windows(load_tokenizer(checkpoint.path, recipe.trust_remote_code))
+    checkpoint, text, trust = Checkpoint(plan.source), plan.text, plan.trust_remote_code
+    shape = attention_shape(checkpoint, trust)
+    windows = text.windows(load_tokenizer(checkpoint.path, trust))
     tokens = sum(map(len, windows))
     if tokens < shape.head_dim:
-        raise UsageError(f"{recipe.text.dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
+        raise UsageError(f"{text.dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
     hashed = weights_hash(checkpoint)
     identity = hashlib.sha256(
         json.dumps([plan.fingerprint, windows, hashed, torch.device(device).type]).encode()
@@ -145,15 +160,13 @@ def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) 
     done = plan.work / FOLDER / "identity.ok"
     if done.exists() and done.read_text() == identity:
         return
-    targets, _ = find_targets(checkpoint, (), recipe.trust_remote_code, quantized=True)
+    targets, _ = find_targets(checkpoint, (), trust, quantized=True)
     stored = targets[0].dtype
-    model = LayerByLayer(
-        checkpoint, targets, device, stored if device != "cpu" else torch.float32, None, recipe.trust_remote_code
-    )
+    model = LayerByLayer(checkpoint, targets, device, stored if device != "cpu" else torch.float32, None, trust)
     form = recipe.form(shape.head_dim)
     rotates, layers, report, shape = _search(model, shape, windows, stored, form, recipe.rotations, progress)
-    wanted = recipe.text.nsamples * recipe.text.seqlen
-    warnings = [f"{recipe.text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
+    wanted = text.nsamples * text.seqlen
+    warnings = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
     facts = {
         "model_dtype": dtype_name(stored),
         "query_heads": shape.heads,

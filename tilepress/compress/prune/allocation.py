@@ -22,7 +22,7 @@ from tilepress.formats.checkpoint import read_json
 from tilepress.text import load_tokenizer
 
 if TYPE_CHECKING:
-    from tilepress.compress.prune.recipe import PruneRecipe
+    from tilepress.compress.prune.recipe import Prune
 
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder
@@ -42,7 +42,7 @@ class Allocation:
     identity: str | None = None
 
 
-def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> Allocation:
+def allocate(plan: Plan, recipe: "Prune", device: str, progress: Progress) -> Allocation:
     """Lays out the zeros of a plan's targets; the result is a file in the work folder, which a resumed run finds.
 
     Raises UsageError for too little text, and for other text, weights or another kind of device than that file was made with."""
@@ -51,12 +51,12 @@ def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress)
     if recipe.allocation != "uniform":
         from tilepress.compress.prune.survey import FEW_TOKENS, survey
 
-        windows = recipe.text.windows(load_tokenizer(plan.source, recipe.trust_remote_code))
+        windows = plan.text.windows(load_tokenizer(plan.source, plan.trust_remote_code))
         compute = compute_dtype(recipe.dtype or targets[0].dtype, device)
         identity = identity_of(plan, windows, device, compute)
         if path.exists():
             found = read_allocation(plan)
-            check_identity(found.identity, identity, plan, recipe.text)
+            check_identity(found.identity, identity, plan, plan.text)
             return found
         weights = survey(plan, recipe, windows, device, identity, progress)
         if not weights:

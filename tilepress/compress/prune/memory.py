@@ -15,12 +15,13 @@ from tilepress.compress.layers.stream import KEPT_BYTES
 from tilepress.compress.layers.walk import compute_dtype
 from tilepress.compress.prune.survey import TOKENS, WINDOWS
 from tilepress.compress.recover.settings import hidden_size
+from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import Target
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.experts import EXPERT_WEIGHT
 
 if TYPE_CHECKING:
-    from tilepress.compress.prune.recipe import PruneRecipe
+    from tilepress.compress.prune.recipe import Prune
 
 # Float32 matrices [in, in] and [out, in] that a method holds at once for a weight, moments among them, measured.
 _SQUARES = {"wanda": 4, "sparsegpt": 8, "admm": 9}
@@ -60,11 +61,12 @@ class _Layer:
         )
 
 
-def peak_bytes(recipe: "PruneRecipe", checkpoint: Checkpoint, targets: list[Target]) -> int:
-    """About, beside torch itself."""
+def peak_bytes(recipe: "Prune", inputs: Inputs, targets: list[Target]) -> int:
+    """Return the memory of a run in bytes, about, beside torch itself."""
+    checkpoint, text = inputs.checkpoint, inputs.text
     dtype = recipe.dtype or targets[0].dtype
     compute = compute_dtype(dtype, "cpu").itemsize
-    width, text, layers = hidden_size(checkpoint, targets), recipe.text, _layers(checkpoint, targets)
+    width, layers = hidden_size(checkpoint, targets), _layers(checkpoint, targets)
     inside = [target for layer in layers for target in layer.targets]
     widest = max(target.cols for target in targets)
     largest = max((target.elements for target in inside), default=0)

@@ -31,7 +31,7 @@ from tilepress.formats.checkpoint import Checkpoint, linear_shape, read_json
 from tilepress.text import check_vocabulary
 
 if TYPE_CHECKING:
-    from tilepress.compress.prune.recipe import PruneRecipe
+    from tilepress.compress.prune.recipe import Prune
 
 WINDOWS, TOKENS = 8, 512  # of the calibration text, at most
 SAVE_EVERY_S = 60.0  # at the end of a layer
@@ -48,7 +48,7 @@ class _State:
 
 
 def survey(
-    plan: Plan, recipe: "PruneRecipe", windows: list[list[int]], device: str, identity: str, progress: Progress
+    plan: Plan, recipe: "Prune", windows: list[list[int]], device: str, identity: str, progress: Progress
 ) -> dict[str, dict]:
     """Of each weight in a decoder layer that saw enough tokens: {"layer", "outliers", "curve"} and, for `auto`, "cost" (see allocation.py).
 
@@ -57,7 +57,7 @@ def survey(
     windows = [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
     dtype = recipe.dtype or plan.targets[0].dtype
     model = LayerByLayer(
-        checkpoint, plan.targets, device, compute_dtype(dtype, device), recipe.dtype, recipe.trust_remote_code
+        checkpoint, plan.targets, device, compute_dtype(dtype, device), recipe.dtype, plan.trust_remote_code
     )
     check_vocabulary(windows, model.model)
     hidden = [model.embed(torch.tensor(window)).to(dtype) for window in windows]
@@ -115,7 +115,7 @@ def _restored(files: list[Path]) -> _State | None:
 
 
 def _survey_layer(
-    model: LayerByLayer, layer: str, hidden: list[Tensor], recipe: "PruneRecipe", found: dict, variants: list
+    model: LayerByLayer, layer: str, hidden: list[Tensor], recipe: "Prune", found: dict, variants: list
 ) -> list[Tensor]:
     """Adds the layer's weights to `found` and its variants to `variants`; returns its outputs."""
     names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
