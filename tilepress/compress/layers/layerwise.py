@@ -281,26 +281,3 @@ def _same(one: list, other: list) -> bool:
         return True
 
     return one is other or same(one, other)
-
-
-def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """The inputs of the linear layers that a run goes through, by module path, in their order."""
-    seen: dict[str, Tensor] = {}
-
-    def hook(path: str):
-        def keep(_, args) -> None:
-            seen.setdefault(path, args[0])
-
-        return keep
-
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in layer.named_modules(prefix=prefix)
-        if linear_shape(module)
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

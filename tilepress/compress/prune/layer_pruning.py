@@ -191,16 +191,6 @@ class Solver:
         return pruned, (left / whole) ** 0.5 if whole > 0 else 0.0
 
 
-def stages(groups: list[Group]) -> list[list[Group]]:
-    """Groups in the order they run; those of a layer's experts together by kind, for one pass serves them all."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        path = group.linears[0]
-        kind = path.rpartition(".")[2] if ".experts." in path else path
-        found.setdefault(kind, []).append(group)
-    return list(found.values())
-
-
 def _linears(in_order: list[list[Group]]) -> set[str]:
     return {path for stage in in_order for group in stage for path in group.linears}
 
@@ -222,39 +212,3 @@ def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _put(module: nn.Module, weight: Tensor) -> None:
     module.weight.data.copy_(weight.t() if linear_shape(module)[2] else weight)
-
-
-class _Reached(Exception):
-    pass
-
-
-class watch_inputs:
-    """Shows the inputs of some linear layers while the layer around them runs; it runs no further than `until`, one of its linear layers.
-
-    A class, as Python 3.12 keeps what a generator suppresses, with the frames and so the layers and moments that it passed, until garbage is collected."""
-
-    def __init__(
-        self,
-        modules: dict[str, nn.Module],
-        paths: list[str],
-        see: Callable[[str, Tensor], None],
-        until: str | None = None,
-    ):
-        self._handles = [modules[path].register_forward_pre_hook(_shown_to(see, path)) for path in paths]
-        self._handles += [modules[until].register_forward_pre_hook(_stop)] if until else []
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _type, raised: BaseException | None, _traceback) -> bool:
-        for handle in self._handles:
-            handle.remove()
-        return isinstance(raised, _Reached)
-
-
-def _shown_to(see: Callable[[str, Tensor], None], path: str):
-    return lambda _, args: see(path, args[0])
-
-
-def _stop(*_) -> None:
-    raise _Reached
