@@ -8,7 +8,7 @@ arguments that each layer would have had. They may depend on the window's length
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tilepress.compress.run.encode import converted
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
+from tilepress.formats.checkpoint import Checkpoint, model_names, module_path
 from tilepress.models.experts import SeparateExperts, place_of
 from tilepress.models.meta import build_meta_model
 

@@ -16,13 +16,7 @@ from tilepress.compress.layers.groups import Group, apply
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import CALIBRATION, FEW_TOKENS, Found, Layer, Visitor, Walk, check_inside
 from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
-from tilepress.compress.quantize.smoothing import (
-    ALPHAS,
-    exact_factors,
-    output_error,
-    quantized_weight,
-    smooth_factors,
-)
+from tilepress.compress.quantize.smoothing import ALPHAS, exact_factors, output_error, quantized_weight, smooth_factors
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
@@ -88,9 +82,7 @@ class _Ranges(Visitor):
             layer.advance()
 
 
-def _calibrate_layer(
-    layer: Layer, settings: Settings, dtype: torch.dtype
-) -> tuple[dict[str, list], dict[str, Tensor]]:
+def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tuple[dict[str, list], dict[str, Tensor]]:
     """Return the layer's part of the manifest, and its tensors."""
     names, smooth = layer.names, settings.smooth != "off"
     with layer.model.loaded(layer.path) as module:
