@@ -1,7 +1,7 @@
 """INT8 weights and activations: the recipe behind `tilepress compress quantize`.
 
 Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
-calibrated (calibrate.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
+calibrated (ranges.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
 compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us (transformers not with experts, nobody with Conv1D layers: see
 docs/format.md).
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilepress.compress.layers.walk import manifest_facts, wait_for_walk
+from tilepress.compress.layers.walk import Found, wait_for_walk
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.run.encode import Compressed, Int8Layout, Layout, TiledBitmapLayout
@@ -159,7 +159,7 @@ class Quantize(Recipe):
         if rank and not wait_for_walk(plan.work, progress):
             return None
         smooth = "channel" if self.activations == "channel" else self.smooth
-        settings = Settings(self.scheme, self._observer, smooth, plan.text, self.dtype, plan.trust_remote_code)
+        settings = Settings(self.scheme, self._observer, smooth, self.dtype)
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -211,7 +211,7 @@ class Quantize(Recipe):
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         facts = {}
         if plan.text is not None:
-            facts["calibration"] = manifest_facts(plan.work)
+            facts["calibration"] = Found(plan.work).facts
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     @classmethod
