@@ -79,11 +79,11 @@ def test_compress_writes_and_tells_what_the_command_does(tiny, artifact, tmp_pat
     assert again.was_complete and timeless(again.to_json()) == timeless(ran)
 
 
-def test_stacked_recipes_are_the_commands_one_after_the_other(tiny, tmp_path, cli):
+def test_stacked_recipes_are_the_commands_one_after_the_other(checkpoint_of, tmp_path, cli):
     """Each step knows the model by its first name: so do commands whose folders are called like it."""
-    seen = []
+    source, seen = checkpoint_of("llama"), []
     made = tilepress.compress(
-        tiny,
+        source,
         tmp_path / "stack",
         [Prune(0.6, format="tiled-csl"), KVCache()],
         dataset=TEXT,
@@ -91,32 +91,29 @@ def test_stacked_recipes_are_the_commands_one_after_the_other(tiny, tmp_path, cl
         progress=lambda what, done, total: seen.append(what),
     )
     (tmp_path / "between").mkdir()
-    between = tmp_path / "between" / "tiny"
-    assert (
-        cli(
-            "compress", "prune", tiny, "-o", between, "--sparsity", 0.6, "--format", "tiled-csl", "--device", "cpu"
-        ).code
-        == 0
-    )
+    between = tmp_path / "between" / source.name
+    words = ["--sparsity", 0.6, "--format", "tiled-csl", "--device", "cpu"]
+    assert cli("compress", "prune", source, "-o", between, *words).code == 0
     ran = cli("compress", "kv", between, "-o", tmp_path / "kv", *WORDS, "--device", "cpu", "--json").json
     assert digest(tmp_path / "stack") == digest(tmp_path / "kv") and not (tmp_path / "stack.steps").exists()
-    assert made.bytes == ran["bytes"] and made.source_bytes == tilepress.inspect(tiny).bytes
+    assert made.bytes == ran["bytes"] and made.source_bytes == tilepress.inspect(source).bytes
     assert any(what.startswith("step 1 of 2") for what in seen) and seen[-1].startswith("step 2 of 2")
 
 
-def test_recovery_in_a_stack_has_the_model_as_its_base(tiny, tmp_path, cli):
-    text = Text(str(demo.TEXT), seqlen=64)
-    tilepress.compress(tiny, tmp_path / "stack", [Prune(0.6), Recover(2, batch=2)], dataset=text, device="cpu")
-    between = tmp_path / "between" / "tiny"
-    tilepress.compress(tiny, between, Prune(0.6), device="cpu")
-    words = ["--base", tiny, "--steps", 2, "--batch", 2, "--dataset", demo.TEXT, "--seqlen", 64, "--device", "cpu"]
+def test_recovery_in_a_stack_has_the_model_as_its_base(checkpoint_of, tmp_path, cli):
+    source, text = checkpoint_of("llama"), Text(str(demo.TEXT), seqlen=64)
+    tilepress.compress(source, tmp_path / "stack", [Prune(0.6), Recover(2, batch=2)], dataset=text, device="cpu")
+    between = tmp_path / "between" / source.name
+    tilepress.compress(source, between, Prune(0.6), device="cpu")
+    words = ["--base", source, "--steps", 2, "--batch", 2, "--dataset", demo.TEXT, "--seqlen", 64, "--device", "cpu"]
     assert cli("compress", "recover", between, "-o", tmp_path / "cli", *words).code == 0
     assert digest(tmp_path / "stack") == digest(tmp_path / "cli")
 
 
-def test_a_stopped_stack_goes_on(tiny, tmp_path):
+def test_a_stopped_stack_goes_on(checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
     recipes, out, how = [Prune(0.6), KVCache()], tmp_path / "out", {"dataset": TEXT, "device": "cpu"}
-    tilepress.compress(tiny, tmp_path / "whole", recipes, **how)
+    tilepress.compress(source, tmp_path / "whole", recipes, **how)
     for step in ("step 1", "step 2"):
 
         def stop(what: str, done: int, total: int, step: str = step) -> None:
@@ -124,16 +121,16 @@ def test_a_stopped_stack_goes_on(tiny, tmp_path):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            tilepress.compress(tiny, out, recipes, **how, resume=True, progress=stop)
-        with pytest.raises(UsageError, match="holds|not empty"):
-            tilepress.compress(tiny, out, recipes, **how)
+            tilepress.compress(source, out, recipes, **how, resume=True, progress=stop)
+    with pytest.raises(UsageError, match="out exists and is not empty"):
+        tilepress.compress(source, out, recipes, **how)
     assert not (out / "config.json").exists()
-    tilepress.compress(tiny, out, recipes, **how, resume=True)
+    tilepress.compress(source, out, recipes, **how, resume=True)
     assert digest(out) == digest(tmp_path / "whole") and not (tmp_path / "out.steps").exists()
-    again = tilepress.compress(tiny, out, recipes, **how, resume=True)
-    assert again.was_complete and again.details["kv_cache"]["format"] == "int4-d64-g64"
+    again = tilepress.compress(source, out, recipes, **how, resume=True)
+    assert again.was_complete and again.details["kv_cache"]["format"] == "int4 dynamic, row-wise"
     with pytest.raises(UsageError, match="holds another run"):
-        tilepress.compress(tiny, out, [Prune(0.5), KVCache()], **how, resume=True)
+        tilepress.compress(source, out, [Prune(0.5), KVCache()], **how, resume=True)
 
 
 def test_a_foreign_folder_beside_the_output_stays(tiny, tmp_path):
