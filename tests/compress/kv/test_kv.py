@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -281,32 +282,32 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
 
 @pytest.mark.parametrize("rotation", ["auto", "none"])
 def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, rotation):
-    source, recipe, text = checkpoint_of("llama", num_hidden_layers=3), KVCache(rotation=rotation), few_words(4, 64)
-    whole = tmp_path / "whole"
-    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out, text=text), whole, monkeypatch)
+    source, whole = checkpoint_of("llama", num_hidden_layers=3), tmp_path / "whole"
+    run = partial(run_recipe, KVCache(rotation=rotation), source, text=few_words(4, 64))
+    states = killed_before_each_rename(run, whole, monkeypatch)
     searched, choose = [], calibration.choose
     monkeypatch.setattr(calibration, "choose", lambda seen, *rest: searched.append(seen.name) or choose(seen, *rest))
     # Before the renames: the plan, then each layer's tensors and facts, and the facts of all.
     for step, layers in ((1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 0), (8, 0)):
         searched.clear()
-        run_recipe(recipe, source, states[step], resume=True, text=text)
+        run(states[step], resume=True)
         assert [f"model.layers.{n}" for n in range(3 - layers, 3)] == list(dict.fromkeys(searched)), step
         assert digest(states[step]) == digest(whole), step
 
 
 def test_a_search_in_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
-    source, words = checkpoint_of("llama"), tmp_path / "text.txt"
+    words = tmp_path / "text.txt"
     before = demo.TEXT.read_text()
     words.write_text(before)
-    text, whole = few_words(4, 64, words), tmp_path / "whole"
-    states = killed_before_each_rename(lambda out: run_recipe(KVCache(), source, out, text=text), whole, monkeypatch)
+    run = partial(run_recipe, KVCache(), checkpoint_of("llama"), text=few_words(4, 64, words))
+    states = killed_before_each_rename(run, tmp_path / "whole", monkeypatch)
     half, done = states[3], states[6]
     words.write_text(before[500:])
     with pytest.raises(UsageError, match="have changed since"):
-        run_recipe(KVCache(), source, done, resume=True, text=text)
-    run_recipe(KVCache(), source, half, resume=True, text=text)
-    run_recipe(KVCache(), source, tmp_path / "other", text=text)
-    assert digest(half) == digest(tmp_path / "other") != digest(whole)
+        run(done, resume=True)
+    run(half, resume=True)
+    run(tmp_path / "other")
+    assert digest(half) == digest(tmp_path / "other") != digest(tmp_path / "whole")
 
 
 def test_the_command(checkpoint_of, tmp_path, cli):

@@ -164,15 +164,14 @@ def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, mon
     before = demo.TEXT.read_text()
     words.write_text(before)
     recipe, text = Prune(0.5, method="wanda", format="dense", allocation="owl"), few_words(8, 128, words)
-    states = killed_before_each_rename(
-        lambda out: run_recipe(recipe, source, out, text=text), tmp_path / "whole", monkeypatch
-    )
+    run = partial(run_recipe, recipe, source, text=text)
+    states = killed_before_each_rename(run, tmp_path / "whole", monkeypatch)
     state = next(state for state in states if (state / ".tilepress" / "allocation.json").exists())
     words.write_text(before[500:])
     with pytest.raises(UsageError, match="have changed since"):
-        run_recipe(recipe, source, state, resume=True, text=text)
+        run(state, resume=True)
     words.write_text(before)
-    run_recipe(recipe, source, state, resume=True, text=text)
+    run(state, resume=True)
     assert digest(state) == digest(tmp_path / "whole")
 
 

@@ -42,7 +42,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     """
     source, shape, form = Checkpoint(plan.source), settings.shape, settings.form
     targets, _ = find_targets(source, (), plan.trust_remote_code, quantized=True)
-    found = Walk.over_text(plan, "kv", _Search(plan, settings, targets), device, progress).run()
+    found = Walk.over_text(plan, "kv", _Search(settings, targets), device, progress).run()
     rotates, facts = found.facts["rotates"], {key: value for key, value in found.facts.items() if key != "rotates"}
     calibration = KVCalibration(form, shape.kv_heads, tuple(_sides(found)), rotates, form.refits, facts)
     (plan.work / FOLDER).mkdir(exist_ok=True)
@@ -53,14 +53,14 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
 class _Search(Visitor):
     """Searches the sides of each layer's keys and values, once for every rotation that is tried."""
 
-    def __init__(self, plan: Plan, settings: Settings, targets: list[Target]):
+    def __init__(self, settings: Settings, targets: list[Target]):
         self.settings, self.targets, self.dtype = settings, targets, targets[0].dtype
-        self.shape, self.dataset = settings.shape, plan.text.dataset
+        self.shape = settings.shape
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         tokens = sum(map(len, windows))
         if tokens < self.shape.head_dim:
-            raise UsageError(f"{self.dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
+            raise UsageError(f"{dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
         return windows
 
     def compute_dtype(self, device: str) -> torch.dtype:

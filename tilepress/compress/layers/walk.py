@@ -97,7 +97,7 @@ class Visitor:
     keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
     targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
         return windows
 
@@ -107,8 +107,8 @@ class Visitor:
 
     def model(self, plan: Plan, device: str) -> LayerByLayer:
         """Return the model to walk through, by default the plan's source."""
-        targets, compute, dtype = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
-        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, dtype, plan.trust_remote_code)
+        targets, compute, stored = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
+        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
@@ -179,8 +179,8 @@ class Walk:
     @classmethod
     def over_text(cls, plan: Plan, name: str, visitor: Visitor, device: str, progress: Progress) -> "Walk":
         """Make a walk over the windows of the plan's text. Raises UsageError for a text without tokens."""
-        text = plan.text
-        windows = visitor.choose(text.windows(load_tokenizer(plan.source, plan.trust_remote_code)))
+        text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
+        windows = visitor.choose(text.windows(tokenizer), text.dataset)
         compute = visitor.compute_dtype(device)
         tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
         few = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []

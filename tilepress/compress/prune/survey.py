@@ -43,7 +43,7 @@ class _Survey(Visitor):
     def __init__(self, settings: Settings, dtype: torch.dtype):
         self.settings, self.dtype = settings, dtype
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         return [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
