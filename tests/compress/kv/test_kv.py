@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.artifacts import few_words, prune, quantize, run_recipe, with_cache
 from support.families import byte_tokenizer
-from support.interruption import stop_anywhere_and_resume
+from support.interruption import digest, killed_before_each_rename, stop_anywhere_and_resume
 from support.outliers import add_key_outliers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import demo
-from tilepress.compress.kv import search as kv_search
+from tilepress.compress.kv import calibration, search as kv_search
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
 from tilepress.compress.kv.recipe import KVRecipe
 from tilepress.eval.perplexity import Protocol, perplexity
@@ -277,7 +277,37 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
                 tilepress.load(output)
 
     source = checkpoint_of("llama", shard_size="1MB")
-    assert stop_anywhere_and_resume(KVRecipe(few_words(2, 32)), source, tmp_path, monkeypatch, nothing_loads) > 5
+    assert stop_anywhere_and_resume(KVRecipe(few_words(2, 32)), source, tmp_path, monkeypatch, nothing_loads) > 10
+
+
+@pytest.mark.parametrize("rotation", ["auto", "none"])
+def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, rotation):
+    source, recipe = checkpoint_of("llama", num_hidden_layers=3), KVRecipe(few_words(4, 64), rotation=rotation)
+    whole = tmp_path / "whole"
+    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), whole, monkeypatch)
+    searched, choose = [], calibration.choose
+    monkeypatch.setattr(calibration, "choose", lambda seen, *rest: searched.append(seen.name) or choose(seen, *rest))
+    # Before the renames: the plan, then each layer's tensors and facts, and the facts of all.
+    for step, layers in ((1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 0), (8, 0)):
+        searched.clear()
+        run_recipe(recipe, source, states[step], resume=True)
+        assert [f"model.layers.{n}" for n in range(3 - layers, 3)] == list(dict.fromkeys(searched)), step
+        assert digest(states[step]) == digest(whole), step
+
+
+def test_a_search_in_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
+    source, words = checkpoint_of("llama"), tmp_path / "text.txt"
+    before = demo.TEXT.read_text()
+    words.write_text(before)
+    recipe = KVRecipe(few_words(4, 64, words))
+    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
+    half, done = states[3], states[6]
+    words.write_text(before[500:])
+    with pytest.raises(UsageError, match="have changed since"):
+        run_recipe(recipe, source, done, resume=True)
+    run_recipe(recipe, source, half, resume=True)
+    run_recipe(recipe, source, tmp_path / "other")
+    assert digest(half) == digest(tmp_path / "other") != digest(tmp_path / "whole")
 
 
 def test_the_command(checkpoint_of, tmp_path, cli):

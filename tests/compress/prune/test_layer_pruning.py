@@ -17,12 +17,14 @@ from transformers import AutoTokenizer
 
 import tilepress
 from tilepress import demo
-from tilepress.compress.layers import stream as stream_module
+from tilepress.compress.layers import stream as stream_module, walk
+from tilepress.compress.layers.groups import watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.moments import Moments
 from tilepress.compress.layers.stream import Stream
 from tilepress.compress.prune import layer_pruning, survey
 from tilepress.compress.prune.recipe import PruneRecipe
+from tilepress.compress.prune.settings import METHODS
 from tilepress.compress.run.targets import find_targets
 from tilepress.eval import sweep
 from tilepress.eval.perplexity import Protocol, perplexity
@@ -49,7 +51,7 @@ def check_zeros(source, output, sparsity, manifest):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
-@pytest.mark.parametrize("method", layer_pruning.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_zeros_are_exact_in_every_family(checkpoint_of, tmp_path, family, method):
     source = checkpoint_of(family, torch.float32)
     manifest = prune(source, tmp_path / "out", 0.537, format="dense", method=method, text=TEXT)
@@ -143,18 +145,12 @@ def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, 
     source = checkpoint_of("llama", num_hidden_layers=3)
     recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(4, 64), allocation=allocation)
     run_recipe(recipe, source, tmp_path / "whole")
-    monkeypatch.setattr(survey, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(walk, "KEEP_EVERY_S", 0.0)
     states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "saving", monkeypatch)
-    looked, look = [], survey._survey_layer
-    monkeypatch.setattr(survey, "_survey_layer", lambda model, *rest: looked.append(rest[0]) or look(model, *rest))
-    for step, layers in (
-        (2, 3),
-        (3, 2),
-        (4, 2),
-        (5, 1),
-        (7, 0),
-        (8, 0),
-    ):  # before it: the plan and a pair of files a layer
+    looked, look = [], survey._Survey.visit
+    monkeypatch.setattr(survey._Survey, "visit", lambda self, layer: looked.append(layer) or look(self, layer))
+    # Before the renames: the plan, then each layer's tensors, facts and streams, and the facts of all.
+    for step, layers in ((2, 3), (3, 3), (4, 2), (6, 2), (7, 1), (9, 1), (10, 0), (11, 0), (12, 0)):
         looked.clear()
         run_recipe(recipe, source, states[step], resume=True)
         assert len(looked) == layers and digest(states[step]) == digest(tmp_path / "whole"), step
@@ -166,13 +162,13 @@ def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, mon
     words.write_text(before)
     recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128, words), allocation="owl")
     states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
-    assert (states[3] / ".tilepress" / "allocation.json").exists()
+    state = next(state for state in states if (state / ".tilepress" / "allocation.json").exists())
     words.write_text(before[500:])
     with pytest.raises(UsageError, match="have changed since"):
-        run_recipe(recipe, source, states[3], resume=True)
+        run_recipe(recipe, source, state, resume=True)
     words.write_text(before)
-    run_recipe(recipe, source, states[3], resume=True)
-    assert digest(states[3]) == digest(tmp_path / "whole")
+    run_recipe(recipe, source, state, resume=True)
+    assert digest(state) == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
@@ -216,9 +212,7 @@ def test_what_ends_in_a_pruned_linear_layer_runs_from_there(checkpoint_of, monke
         stream.find_ends(hidden[0])
         module.mlp.gate_proj.register_forward_hook(lambda *_: runs.append("gate"))
         for i in range(2):
-            with layer_pruning.watch_inputs(
-                stream.modules, [path], partial(lambda i, path, x: stream.saw(path, i, x), i)
-            ):
+            with watch_inputs(stream.modules, [path], partial(lambda i, path, x: stream.saw(path, i, x), i)):
                 stream.run(i)
         module.mlp.down_proj.weight.data.mul_(2)
         expected = [stream.run(i) for i in range(2)]
@@ -419,7 +413,7 @@ def test_overwriting_a_sweep_finds_an_artifact_that_was_being_removed(tmp_path, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", layer_pruning.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_on_a_card(tiny, tmp_path, method):
     """Exact, the same bytes twice, and what the CPU makes: nearly the mask where the inputs are the same, and everywhere as small an error."""
     recipe = PruneRecipe(0.6, method=method, format="dense", text=few_words(16, 256))

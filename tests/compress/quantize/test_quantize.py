@@ -494,8 +494,8 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         monkeypatch.context() as patch,
         pytest.raises(TilepressError, match=r"does not run model.layers.0.mlp.down_proj"),
     ):
-        find = calibrating.find_groups
-        patch.setattr(calibrating, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
+        find = walk.find_groups
+        patch.setattr(walk, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
         quantize(source, tmp_path / "unused", **STATIC)
     with monkeypatch.context() as patch, pytest.raises(TilepressError, match=r"saw no token of the calibration text"):
         patch.setattr(calibrating.InputStats, "add", lambda self, x, name, counting=True: None)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from support.interruption import digest, stop_anywhere_and_resume
 
 from tilepress import demo
 from tilepress.compress.kv.recipe import KVRecipe
+from tilepress.compress.layers.walk import Walk, write_tensors
 from tilepress.compress.prune.recipe import PruneRecipe
 from tilepress.compress.recover import distillation as distill, recipe as recovering, settings as recovery_settings
 from tilepress.compress.recover.distillation import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
@@ -334,10 +336,11 @@ def test_seeds_of_any_size(llama, tmp_path, blocks):
 
 def test_a_block_is_measured_as_it_is_stored(llama, tmp_path, monkeypatch):
     base, pruned = llama
-    seen, real = [], recovering.train_blocks
-    monkeypatch.setattr(recovering, "train_blocks", lambda *args: (seen.extend(args[2:4]), real(*args))[1])
+    walks, real = [], Walk.run
+    monkeypatch.setattr(Walk, "run", lambda self: walks.append(self) or real(self))
     told = recover(pruned, base, tmp_path / "out", blocks=True, nsamples=4)["recovery"]["layers"][0]
-    windows, held = seen
+    (walk,) = walks
+    windows, held = [torch.tensor(window) for window in walk.windows], walk.visitor.held
     errors = []
     for window in windows[-held:]:
         made = []
@@ -402,7 +405,7 @@ def test_a_run_stopped_while_it_packs_goes_on_from_the_same_text_alone(llama, tm
         patch.setattr(shards, "_write_shard", stopped_at(2, shards._write_shard))
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert not list((out / ".tilepress").glob("training*"))
+    assert not [*(out / ".tilepress").glob("training*"), *(out / ".tilepress").glob("unfinished*")]
     text.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[::-1]))
     with pytest.raises(UsageError, match="have changed since"):
         run(resume=True)
@@ -425,11 +428,11 @@ def stopped_at(call: int, real: Callable) -> Callable:
 
 def test_a_killed_save_leaves_nothing_that_the_next_one_does_not_remove(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(distill.os, "fsync", stopped_at(1, distill.os.fsync))
+        patch.setattr(os, "fsync", stopped_at(1, os.fsync))
         with pytest.raises(KeyboardInterrupt):
-            distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+            write_tensors(tmp_path / "state", {"a": torch.ones(3)})
     assert not (tmp_path / "state").exists()
-    distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    write_tensors(tmp_path / "state", {"a": torch.ones(3)})
     assert list(tmp_path.iterdir()) == [tmp_path / "state"]
 
 

@@ -8,7 +8,7 @@ arguments that each layer would have had. They may depend on the window's length
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tilepress.compress.run.encode import converted
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
+from tilepress.formats.checkpoint import Checkpoint, model_names, module_path
 from tilepress.models.experts import SeparateExperts, place_of
 from tilepress.models.meta import build_meta_model
 
@@ -281,26 +281,3 @@ def _same(one: list, other: list) -> bool:
         return True
 
     return one is other or same(one, other)
-
-
-def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """The inputs of the linear layers that a run goes through, by module path, in their order."""
-    seen: dict[str, Tensor] = {}
-
-    def hook(path: str):
-        def keep(_, args) -> None:
-            seen.setdefault(path, args[0])
-
-        return keep
-
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in layer.named_modules(prefix=prefix)
-        if linear_shape(module)
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.layers.walk import Found, manifest_facts, wait_for_walk, walk
-from tilepress.compress.prune import expectation, layer_pruning, memory as pruning_memory
+from tilepress.compress.layers.walk import CALIBRATION, Found, Walk, wait_for_walk
+from tilepress.compress.prune import expectation, memory as pruning_memory
 from tilepress.compress.prune.allocation import ALLOCATIONS, allocate, read_allocation
+from tilepress.compress.prune.layer_pruning import LayerPruner
 from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
+from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING, Settings
 from tilepress.compress.run.encode import FORMATS, Compressed, Layout, layout_for
 from tilepress.compress.run.plan import Plan, Progress, Recipe, source_mtime
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
@@ -28,7 +30,7 @@ from tilepress.formats.checkpoint import Checkpoint
 from tilepress.text import Text, check_window
 
 SCOPES = ("layer", "row", "global")
-METHODS = ("magnitude", *layer_pruning.METHODS)
+METHODS = ("magnitude", *CALIBRATING)
 VALUE_DTYPES = ("auto", "int8")
 
 
@@ -53,6 +55,11 @@ class PruneRecipe(Recipe):
     @property
     def calibrates(self) -> bool:
         return self.method != "magnitude"
+
+    @property
+    def calibrating(self) -> Settings:
+        """What the rooms below need to know of a recipe that calibrates."""
+        return Settings(self.method, self.sparsity, self.text, self.allocation, self.damping, self.dtype)
 
     @property
     def passes(self) -> int:
@@ -127,7 +134,11 @@ class PruneRecipe(Recipe):
 
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         writing = super().peak_bytes(checkpoint, targets)
-        return max(writing, pruning_memory.peak_bytes(self, checkpoint, targets)) if self.calibrates else writing
+        return (
+            max(writing, pruning_memory.peak_bytes(self.calibrating, checkpoint, targets))
+            if self.calibrates
+            else writing
+        )
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
@@ -166,10 +177,9 @@ class PruneRecipe(Recipe):
         }
 
     def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
-        zeros = allocate(plan, self, device, progress).zeros
-        settings = layer_pruning.Settings(self.method, zeros, self.damping)
-        visitor = layer_pruning.LayerPruner(settings, self.dtype or plan.targets[0].dtype)
-        walk(plan, self.text, visitor, device, progress, self.dtype, self.trust_remote_code)
+        zeros = allocate(plan, self.calibrating, device, progress).zeros
+        visitor = LayerPruner(self.calibrating, zeros, self.dtype or plan.targets[0].dtype)
+        Walk.over_text(plan, CALIBRATION, visitor, self.text, device, progress).run()
 
     def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
         checkpoint, work, files = Checkpoint(plan.source), plan.work, []
@@ -220,13 +230,13 @@ class PruneRecipe(Recipe):
         record = {"zeros": int((pruned == 0).sum()), "error": round(moved / whole, 6) if whole else 0.0}
         if method == "magnitude":
             return Compressed(pruned, record | {"method": method})
-        return Compressed(pruned, record | ({"refitted": True} if method in layer_pruning.REFITTING else {}))
+        return Compressed(pruned, record | ({"refitted": True} if method in REFITTING else {}))
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         if not self.calibrates:
             return {}
         found = read_allocation(plan)
-        return {"calibration": manifest_facts(plan.work), "allocation": {"chosen": found.chosen} | found.facts}
+        return {"calibration": Found(plan.work).facts, "allocation": {"chosen": found.chosen} | found.facts}
 
 
 def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:

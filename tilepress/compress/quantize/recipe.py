@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilepress.compress.layers.walk import manifest_facts, wait_for_walk
+from tilepress.compress.layers.walk import Found, wait_for_walk
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.run.encode import Compressed, Int8Layout, Layout, TiledBitmapLayout
@@ -153,7 +153,7 @@ class QuantizeRecipe(Recipe):
         if rank and not wait_for_walk(plan.work, progress):
             return None
         smooth = "channel" if self.activations == "channel" else self.smooth
-        settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
+        settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype)
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -204,7 +204,7 @@ class QuantizeRecipe(Recipe):
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         facts = {}
         if self.text is not None:
-            facts["calibration"] = manifest_facts(plan.work)
+            facts["calibration"] = Found(plan.work).facts
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:

@@ -5,20 +5,25 @@ behind `tilepress compress prune --recover`. How it is trained: distill.py; whol
 docs/recovery.md.
 """
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import Found, Walk, finished, identity_of, keep
 from tilepress.compress.recover.distillation import same_every_time
-from tilepress.compress.recover.retraining import STATE, Pair, Stream, Training, train_blocks, train_model
+from tilepress.compress.recover.retraining import (
+    STATE,
+    TENSORS,
+    BlockTrainer,
+    Pair,
+    Stream,
+    Training,
+    in_vain,
+    train_model,
+)
 from tilepress.compress.recover.settings import (
     HELD_OUT,
     Recovery,
@@ -31,11 +36,11 @@ from tilepress.compress.run.encode import Compressed, Layout, layout_for
 from tilepress.compress.run.plan import Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_value_dtypes, find_targets
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.artifact import sha256_file, to_json, write_atomic
-from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.artifact import sha256_file
+from tilepress.formats.checkpoint import Checkpoint
 from tilepress.text import check_vocabulary, check_window, load_tokenizer, token_ids
 
-FACTS = "recovery.json"  # in the work folder
+RECOVERY = "recovery"  # the name of what is found, in the work folder
 _MOST_TOKENS = 8 << 20  # of text read; what training sees beyond are the same again, cut from other offsets
 _PRUNED_FROM = 0.01  # share of zeros from which a weight counts as pruned
 _UNLIKE = 0.3  # cosine of kept weights and the base's below which the base is another model
@@ -125,7 +130,7 @@ class RecoverRecipe(Recipe):
         if inner is None:
             return None
         recover(plan, self, inner, ids, stream, device, progress)
-        return {"prune": inner, "recovered": Recovered(plan.work)}
+        return {"prune": inner, "recovered": Found(plan.work, RECOVERY)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         found = state["recovered"].get(target.name)
@@ -145,30 +150,10 @@ class RecoverRecipe(Recipe):
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         inner = self.prune.describe(plan, tensors) if self.prune else {}
-        facts = {key: value for key, value in read_json(plan.work / FACTS).items() if key != "identity"}
-        return inner | {"recovery": facts}
+        return inner | {"recovery": Found(plan.work, RECOVERY).facts}
 
     def extra_files(self, plan: Plan) -> dict[str, bytes]:
         return self.prune.extra_files(plan) if self.prune else {}
-
-
-class Recovered:
-    """What training made, by stored name: files in a folder, read when they are asked for. Picklable."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return Recovered, (self.folder,)
-
-    @cached_property
-    def _files(self) -> dict:
-        opened = [safe_open(path, framework="pt") for path in sorted(self.folder.glob("recovered-*.safetensors"))]
-        return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a dictionary
-
-    def get(self, name: str) -> Tensor | None:
-        """In the dtype that is stored; None for what was not trained."""
-        return self._files[name].get_tensor(name) if name in self._files else None
 
 
 def _text(plan: Plan, recipe: RecoverRecipe) -> tuple[list[int], Stream]:
@@ -189,13 +174,8 @@ def recover(
     """
     recovery, source = recipe.recovery, Checkpoint(plan.source)
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
-    identity = _identity(plan, base, ids, device)
-    if (plan.work / FACTS).exists():  # and shards may have been written from it
-        if read_json(plan.work / FACTS).get("identity") != identity:
-            raise UsageError(
-                f"the weights, the text of {recovery.dataset} or the kind of device have changed since {plan.output} was trained",
-                "start again with --overwrite",
-            )
+    identity = identity_of(plan, [ids], device, torch.float32, base)
+    if finished(plan, RECOVERY, identity, recovery.dataset):  # and shards may have been written from it
         (plan.work / STATE).unlink(missing_ok=True)
         progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))
         return
@@ -224,33 +204,26 @@ def recover(
     }
     if not recipe.prune:
         facts["base"] = [{"name": name, "sha256": sha256_file(base.path / name)} for name in base.shards]
-    where = plan.work, identity, progress
     try:
         with same_every_time():
             if recovery.blocks:
                 windows = [*stream.batch(0, min(recovery.nsamples, stream.per_epoch)), *stream.held_out]
-                facts |= train_blocks(pair, plan.targets, windows, stream.held, training, dtypes, *where)
+                windows = [window.tolist() for window in windows]
+                visitor = BlockTrainer(pair, plan.targets, stream.held, training, dtypes)
+                dataset = recovery.dataset
+                Walk(plan, RECOVERY, visitor, dataset, windows, device, progress, identity, facts).run()
             else:
                 stream = stream.to(pair.student.device)
                 keeps = keeps_activations(source, plan.targets, recovery)
                 facts |= train_model(pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress)
+                facts["warnings"] += [in_vain("the model")] if facts["kl_after"] >= facts["kl_before"] else []
+                keep(plan.work, RECOVERY, identity, facts, [TENSORS])
     except torch.OutOfMemoryError as error:
         raise TilepressError(
             f"the card has too little memory for recovery ({str(error).splitlines()[0][:100]})",
             "go on with --resume after freeing some, take a smaller --micro-batch, or train block by block: --blocks",
         ) from error
-    facts["warnings"] += _in_vain(facts)
-    write_atomic(plan.work / FACTS, to_json(facts | {"identity": identity}), plan.work)
     (plan.work / STATE).unlink(missing_ok=True)  # six times the weights, which are packed next
-
-
-def _in_vain(facts: dict) -> list[str]:
-    """Warnings of what is no better than before on text that was held out."""
-    if "layers" not in facts:
-        worse = facts["kl_after"] >= facts["kl_before"]
-        return ["recovery did not bring the model nearer to the dense one on text that was held out"] if worse else []
-    worse = [told["layer"] for told in facts["layers"] if told["error_after"] >= told["error_before"]]
-    return [f"recovery did not bring {layer} nearer to the dense one on text that was held out" for layer in worse]
 
 
 def _pair(
@@ -279,14 +252,6 @@ def _pair(
         if entry.dtype.is_floating_point:
             dtypes.setdefault(name, recipe.dtype or entry.dtype)
     return Pair(student, teacher, start), dtypes
-
-
-def _identity(plan: Plan, base: Checkpoint, ids: list[int], device: str) -> str:
-    files = [plan.source / shard.source for shard in plan.shards] + [base.path / name for name in base.shards]
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = hashlib.sha256(np.array(ids).tobytes()).hexdigest()
-    facts = [plan.fingerprint, stats, text, torch.device(device).type]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _check_base(source: Checkpoint, base: Checkpoint, targets: list[Target]) -> None:
