@@ -1,6 +1,6 @@
 """tilepress: from a Hugging Face causal language model to a smaller, faster artifact, and the proof of what it costs."""
 
-__version__ = "0.1.0"
+from tilepress.version import __version__ as __version__
 
 
 def load(path, device="cpu", dtype="auto", **kwargs):

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from tilepress import __version__
 from tilepress.cli import terminal as screen
 from tilepress.cli.flags import (
     Blocks,
@@ -43,6 +42,7 @@ from tilepress.cli.flags import (
 )
 from tilepress.cli.terminal import Bar, say, size, table
 from tilepress.formats import TilepressError, UsageError
+from tilepress.version import __version__
 
 EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 3, 130
 _WARNINGS_SHOWN = 5

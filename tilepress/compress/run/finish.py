@@ -6,12 +6,12 @@ from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
-from tilepress import __version__
 from tilepress.compress.prune import expectation
 from tilepress.compress.run.plan import Plan, done_record, other_files
 from tilepress.formats import TilepressError, sparse
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+from tilepress.version import __version__
 
 OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
 
