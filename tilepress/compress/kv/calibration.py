@@ -69,10 +69,6 @@ class _Search(Visitor):
     def compute_dtype(self, device: str) -> torch.dtype:
         return self.dtype if device != "cpu" else torch.float32
 
-    def model(self, plan: Plan, device: str) -> LayerByLayer:
-        trust, compute = plan.recipe.trust_remote_code, self.compute_dtype(device)
-        return LayerByLayer(Checkpoint(plan.source), self.targets, device, compute, None, trust)
-
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         self.shape = replace(self.shape, rotary_dim=rotary_dim(model, self.shape))
         self.watch = Watch(model, self.shape)
@@ -88,10 +84,6 @@ class _Search(Visitor):
                     if tensor is not None:
                         tensors[f"{_key(rotate)}.{layer.number}.{what}.{part}"] = tensor
         return found, tensors
-
-    def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
-        with layer.model.loaded(layer.path):
-            layer.advance()
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         reports = {rotate: facts.pop(_key(rotate)) for rotate in self.settings.rotations}

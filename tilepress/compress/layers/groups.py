@@ -55,18 +55,17 @@ def find_groups(
     a mixture (SeparateExperts) that the short run did not reach are listed all the same.
     """
     outputs: list[tuple[str, Tensor]] = []
+    inputs: dict[str, Tensor] = {}
 
     def hook(path: str):
         return lambda _, args, out: outputs.append((path, out)) if isinstance(out, Tensor) else None
 
     modules = dict(layer.named_modules(prefix=prefix))
-    norms = [path for path, module in modules.items() if _is_norm(module)]
-    hooks = [modules[path].register_forward_hook(hook(path)) for path in norms]
-    try:
-        inputs = _linears_run(layer, prefix, run)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    hooks = [module.register_forward_hook(hook(path)) for path, module in modules.items() if _is_norm(module)]
+    with watch_inputs(modules, [path for path, module in modules.items() if linear_shape(module)], inputs.setdefault):
+        run()
+    for handle in hooks:
+        handle.remove()
     by_input: dict[tuple, list[str]] = {}
     for path, x in inputs.items():
         if path in targets:
@@ -174,29 +173,6 @@ def stages(groups: list[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-def _linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Return the inputs of the linear layers that a run goes through, by module path, in their order."""
-    seen: dict[str, Tensor] = {}
-
-    def hook(path: str):
-        def keep(_, args) -> None:
-            seen.setdefault(path, args[0])
-
-        return keep
-
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in layer.named_modules(prefix=prefix)
-        if linear_shape(module)
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
 class _Reached(Exception):
     """The run came to the linear layer at which it stops."""
 
@@ -211,7 +187,7 @@ class watch_inputs:
         self,
         modules: dict[str, nn.Module],
         paths: list[str],
-        see: Callable[[str, Tensor], None],
+        see: Callable[[str, Tensor], object],
         until: str | None = None,
     ):
         self._handles = [modules[path].register_forward_pre_hook(_shown_to(see, path)) for path in paths]
@@ -226,8 +202,11 @@ class watch_inputs:
         return isinstance(raised, _Reached)
 
 
-def _shown_to(see: Callable[[str, Tensor], None], path: str):
-    return lambda _, args: see(path, args[0])
+def _shown_to(see: Callable[[str, Tensor], object], path: str):
+    def show(_, args) -> None:  # what a hook returns would replace the input
+        see(path, args[0])
+
+    return show
 
 
 def _stop(*_) -> None:

@@ -38,12 +38,8 @@ class LayerByLayer:
         """Computes in `dtype`, with weights rounded to `stored_dtype` first if there is one.
 
         Raises UsageError for an architecture whose decoder layers are not found."""
-        self.checkpoint, self.device, self.dtype, self.stored_dtype = (
-            checkpoint,
-            torch.device(device),
-            dtype,
-            stored_dtype,
-        )
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.dtype, self.stored_dtype = dtype, stored_dtype
         with parameters_on_meta():
             self.model = build_meta_model(checkpoint, trust_remote_code, device="cpu")
         self._separate_experts({target.name for target in targets})

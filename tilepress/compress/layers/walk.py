@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tilepress.compress.layers.groups import Group, find_groups
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.run.plan import Plan, Progress, source_mtime
+from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import disk_errors, temporary_name, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_json
@@ -92,7 +93,9 @@ class Visitor:
 
     dtype: torch.dtype  # of hidden states between layers
     doing = "calibrating"  # what progress says before the layer's name
+    reports = False  # whether `visit` reports the layer's units itself
     keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
+    targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
     def choose(self, windows: list[list[int]]) -> list[list[int]]:
         """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
@@ -103,10 +106,9 @@ class Visitor:
         return compute_dtype(self.dtype, device)
 
     def model(self, plan: Plan, device: str) -> LayerByLayer:
-        """Return the model to walk through, by default that of the plan's source and targets."""
-        recipe, compute = plan.recipe, self.compute_dtype(device)
-        checkpoint = Checkpoint(plan.source)
-        return LayerByLayer(checkpoint, plan.targets, device, compute, recipe.dtype, recipe.trust_remote_code)
+        """Return the model to walk through, by default the plan's source."""
+        targets, compute, recipe = self.targets or plan.targets, self.compute_dtype(device), plan.recipe
+        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, recipe.dtype, recipe.trust_remote_code)
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
@@ -118,15 +120,17 @@ class Visitor:
         raise NotImplementedError
 
     def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
-        """Take all streams through a layer whose visit, before the run was stopped, gave these tensors."""
-        raise NotImplementedError
+        """Take all streams through a layer whose visit, before the run was stopped, gave these tensors; by default as it is stored."""
+        with layer.model.loaded(layer.path):
+            for stream in layer.streams:
+                layer.advance(stream)
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         """Return the facts of the whole walk, given those of all its layers. Streams are complete where the walk keeps them."""
         return facts
 
     def units(self, layer: Layer) -> int:
-        """What the layer counts in progress; what `visit` reports itself is part of it."""
+        """Return what the layer counts in progress."""
         return layer.elements
 
 
@@ -151,7 +155,7 @@ class Found:
 
     @cached_property
     def _all(self) -> dict:
-        return read_json(facts_file(self.folder, self.name))
+        return read_json(self.folder / f"{self.name}.json")
 
     @cached_property
     def _files(self) -> dict[str, "safe_open"]:
@@ -211,21 +215,22 @@ class Walk:
         fresh = range(first, len(files)) if visitor.keeps_streams else sorted(set(range(len(files))) - done)
         written = time.monotonic()
         for number, (path, file) in enumerate(zip(model.layers, files, strict=True)):
-            reported = _Reported(self.progress)
-            layer = Layer(model, path, number, streams, reported, work / f"unfinished-{file.name}.safetensors")
-            reported(f"{visitor.doing} {path}", 0)
+            scratch = work / f"unfinished-{file.name}.safetensors"
+            layer = Layer(model, path, number, streams, self.progress, scratch)
+            self.progress(f"{visitor.doing} {path}", 0)
             if number in fresh:
                 facts, tensors = visitor.visit(layer)
                 write_tensors(file.with_suffix(".safetensors"), tensors)
                 write_atomic(file.with_suffix(".json"), to_json(facts), work)
-                layer.scratch.unlink(missing_ok=True)
+                scratch.unlink(missing_ok=True)
                 del tensors
                 if visitor.keeps_streams and time.monotonic() - written >= KEEP_EVERY_S:
                     _keep(kept, streams, number + 1)
                     written = time.monotonic()
             elif first <= number < max(fresh, default=0):
                 visitor.skip(layer, load_file(file.with_suffix(".safetensors")))
-            reported(f"{visitor.doing} {path}", visitor.units(layer) - reported.units)
+            told = visitor.reports and number in fresh
+            self.progress(f"{visitor.doing} {path}", 0 if told else visitor.units(layer))
         facts = self.facts
         for file in files:
             for key, values in read_json(file.with_suffix(".json")).items():
@@ -236,17 +241,6 @@ class Walk:
         return Found(work, self.name)
 
 
-class _Reported:
-    """Passes progress on, and counts it."""
-
-    def __init__(self, progress: Progress):
-        self.progress, self.units = progress, 0
-
-    def __call__(self, what: str, units: int) -> None:
-        self.units += units
-        self.progress(what, units)
-
-
 def _keep(file: Path, streams: dict[str, list[Tensor]], layers: int) -> None:
     tensors = {f"{name}.{i}": h for name, windows in streams.items() for i, h in enumerate(windows)}
     write_tensors(file, tensors, {"layers": str(layers)})
@@ -254,29 +248,21 @@ def _keep(file: Path, streams: dict[str, list[Tensor]], layers: int) -> None:
 
 def _restore(file: Path, streams: dict[str, list[Tensor]]) -> int:
     """Put the streams of a file in place of the embedded windows; return how many layers they have passed, 0 without a file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            layers, names = int(opened.metadata()["layers"]), {key.rpartition(".")[0] for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return 0
-    tensors, count = load_file(file), len(streams[HIDDEN])
-    streams |= {name: [tensors[f"{name}.{i}"] for i in range(count)] for name in names}
+    if layers := int(metadata_of(file).get("layers", 0)):
+        tensors, count = load_file(file), range(len(streams[HIDDEN]))
+        names = {key.rpartition(".")[0] for key in tensors}
+        streams |= {name: [tensors[f"{name}.{i}"] for i in count] for name in names}
     return layers
-
-
-def facts_file(work: Path, name: str) -> Path:
-    """Return where the facts of a finished walk are."""
-    return work / f"{name}.json"
 
 
 def keep(work: Path, name: str, identity: str, facts: dict, files: list[str]) -> None:
     """Write what a finished walk found: its facts, and the names of the files with its tensors."""
-    write_atomic(facts_file(work, name), to_json(facts | {"identity": identity, "files": files}), work)
+    write_atomic(work / f"{name}.json", to_json(facts | {"identity": identity, "files": files}), work)
 
 
 def finished(plan: Plan, name: str, identity: str, dataset: str) -> Found | None:
     """Return what a finished walk found, or None. Raises UsageError if it was made from something else."""
-    found = Found(plan.work, name) if facts_file(plan.work, name).exists() else None
+    found = Found(plan.work, name) if (plan.work / f"{name}.json").exists() else None
     if found is not None and found.identity != identity:
         raise UsageError(
             f"the weights, the text of {dataset} or the kind of device have changed since the run in {plan.output} began",
@@ -314,6 +300,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         os.replace(temporary, path)
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return what `write_tensors` was given with the tensors; nothing for a file that is not there or not whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
+
+
 def check_inside(model: LayerByLayer) -> None:
     """Raise UsageError for targets that are in no decoder layer."""
     if model.outside:
@@ -329,7 +324,7 @@ def wait_for_walk(work: Path, progress: Progress, patience_s: float = 1800.0, ev
 
     Raises TilepressError when nothing has happened for so long."""
     changed, seen = time.monotonic(), None
-    while not facts_file(work, CALIBRATION).exists():
+    while not (work / f"{CALIBRATION}.json").exists():
         if (work.parent / MANIFEST_NAME).exists():
             return False
         progress("waiting for the calibration of rank 0", 0)

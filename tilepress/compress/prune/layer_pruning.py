@@ -113,9 +113,7 @@ class LayerPruner(Visitor):
         """Prune the linear layers of one input, in place."""
         few = moments.tokens < FEW_TOKENS
         settings = self.settings
-        solver = (
-            None if few else Solver(settings.method, moments, settings.damping, settings.catch_up, group.linears[0])
-        )
+        solver = None if few else Solver(settings, moments, group.linears[0])
         for path in group.linears:
             name, module = names[path], modules[path]
             weight = module.weight.detach()
@@ -124,44 +122,36 @@ class LayerPruner(Visitor):
             if few:
                 pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
                 found["warnings"].append(f"{name} saw only {moments.tokens} tokens: pruned by magnitude")
-                error = None
             else:
                 pruned, error = solver.prune(weight.float(), zeros)
             pruned = rounded(pruned, self.dtype, name)
             _put(module, pruned)
             tensors[name] = pruned.cpu().contiguous()
             made = int((pruned == 0).sum())
-            found["pruned"].append(
-                {
-                    "name": name,
-                    "method": "magnitude" if few else settings.method,
-                    "zeros": made,
-                    "sparsity": made / weight.numel(),
-                    "tokens": moments.tokens,
-                }
-                | ({} if error is None else {"output_error": round(error, 6)})
-            )
+            told = {"name": name, "method": "magnitude" if few else settings.method, "zeros": made}
+            told |= {"sparsity": made / weight.numel(), "tokens": moments.tokens}
+            found["pruned"].append(told | ({} if few else {"output_error": round(error, 6)}))
 
 
 class Solver:
     """Prunes the weights that read one input."""
 
-    def __init__(self, method: str, moments: Moments, damping: float, catch_up: float, name: str = "the matrix"):
-        self.method, self.moments, self.damping, self.catch_up = method, moments, damping, catch_up
-        if method != "wanda":
-            self.hessian = moments.hessian(damping)
+    def __init__(self, settings: Settings, moments: Moments, name: str):
+        self.settings, self.moments = settings, moments
+        if settings.method != "wanda":
+            self.hessian = moments.hessian(settings.damping)
             self.inverse = inverse_factor(self.hessian, f"the input of {name}")
 
     def prune(self, weight: Tensor, zeros: int) -> tuple[Tensor, float]:
         """Return the weight [out, in] float32 pruned, and the error of its outputs relative to the unpruned weight's, on the same inputs."""
-        if self.method == "wanda":
+        if self.settings.method == "wanda":
             pruned = wanda.prune(weight, self.moments.norms, zeros)
             hessian = self.moments.hessian(0.0)
         else:
             hessian = self.hessian
             stay = weight == 0
-            target = self.moments.target(weight, self.inverse, self.catch_up)
-            solve = sparsegpt.prune if self.method == "sparsegpt" else admm.prune
+            target = self.moments.target(weight, self.inverse, self.settings.catch_up)
+            solve = sparsegpt.prune if self.settings.method == "sparsegpt" else admm.prune
             pruned = solve(target, hessian, zeros, stay, inverse=self.inverse)
         whole = admm.error(weight, hessian, torch.zeros_like(weight))
         left = max(admm.error(weight, hessian, pruned), 0.0)

@@ -18,6 +18,7 @@ from tilepress.compress.recover.settings import hidden_size
 from tilepress.compress.run.targets import Target
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.text import Text
 
 # Float32 matrices [in, in] and [out, in] that a method holds at once for a weight, moments among them, measured.
 _SQUARES = {"wanda": 4, "sparsegpt": 8, "admm": 9}
@@ -57,11 +58,11 @@ class _Layer:
         )
 
 
-def peak_bytes(settings: Settings, checkpoint: Checkpoint, targets: list[Target]) -> int:
+def peak_bytes(settings: Settings, text: Text, checkpoint: Checkpoint, targets: list[Target]) -> int:
     """Return about how many bytes a run takes beside torch itself."""
     dtype = settings.dtype or targets[0].dtype
     compute = compute_dtype(dtype, "cpu").itemsize
-    width, text, layers = hidden_size(checkpoint, targets), settings.text, _layers(checkpoint, targets)
+    width, layers = hidden_size(checkpoint, targets), _layers(checkpoint, targets)
     inside = [target for layer in layers for target in layer.targets]
     widest = max(target.cols for target in targets)
     largest = max((target.elements for target in inside), default=0)

@@ -59,7 +59,7 @@ class PruneRecipe(Recipe):
     @property
     def calibrating(self) -> Settings:
         """What the rooms below need to know of a recipe that calibrates."""
-        return Settings(self.method, self.sparsity, self.text, self.allocation, self.damping, self.dtype)
+        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype)
 
     @property
     def passes(self) -> int:
@@ -135,7 +135,7 @@ class PruneRecipe(Recipe):
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         writing = super().peak_bytes(checkpoint, targets)
         return (
-            max(writing, pruning_memory.peak_bytes(self.calibrating, checkpoint, targets))
+            max(writing, pruning_memory.peak_bytes(self.calibrating, self.text, checkpoint, targets))
             if self.calibrates
             else writing
         )
@@ -177,7 +177,7 @@ class PruneRecipe(Recipe):
         }
 
     def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
-        zeros = allocate(plan, self.calibrating, device, progress).zeros
+        zeros = allocate(plan, self.text, self.calibrating, device, progress).zeros
         visitor = LayerPruner(self.calibrating, zeros, self.dtype or plan.targets[0].dtype)
         Walk.over_text(plan, CALIBRATION, visitor, self.text, device, progress).run()
 

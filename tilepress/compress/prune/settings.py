@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilepress.text import Text
-
 METHODS = ("wanda", "sparsegpt", "admm")
 REFITTING = ("sparsegpt", "admm")  # give kept weights other values
 
@@ -16,7 +14,6 @@ class Settings:
 
     method: str  # one of METHODS
     sparsity: float  # of all targets together
-    text: Text
     allocation: str = "uniform"
     damping: float = 0.01  # of REFITTING methods: the share of the mean diagonal that is added to it
     dtype: torch.dtype | None = None  # of the result, if it is not the source's

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tilepress.compress.layers.groups import Group, apply
+from tilepress.compress.layers.groups import Group, apply, watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import CALIBRATION, FEW_TOKENS, Found, Layer, Visitor, Walk, check_inside
 from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
@@ -77,10 +77,6 @@ class _Ranges(Visitor):
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         return _calibrate_layer(layer, self.settings, self.dtype)
 
-    def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
-        with layer.model.loaded(layer.path):
-            layer.advance()
-
 
 def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tuple[dict[str, list], dict[str, Tensor]]:
     """Return the layer's part of the manifest, and its tensors."""
@@ -115,19 +111,11 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["_Input"], counting: bool) -> Iterator[Tensor]:
     """Yield the layer's outputs for all windows; what each input looked like goes to its `stats`."""
-    handles = []
     for item in inputs:
         item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
-
-        def see(_, args, item=item) -> None:
-            item.stats.add(args[0], item.group.linears[0], counting)
-
-        handles.append(modules[item.group.linears[0]].register_forward_pre_hook(see))
-    try:
+    stats = {item.group.linears[0]: item.stats for item in inputs}
+    with watch_inputs(modules, list(stats), lambda path, x: stats[path].add(x, path, counting)):
         yield from layer.outputs()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Input:

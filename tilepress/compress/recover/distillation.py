@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilepress.compress.layers.walk import write_tensors
+from tilepress.compress.layers.walk import metadata_of, write_tensors
 from tilepress.formats import TilepressError
 
 _ROWS = 2048  # of logits in float32 at a time
@@ -137,11 +136,7 @@ class SavedState:
 
     def restore(self, optimizer: MaskedAdamW) -> list[float]:
         """Bring the optimizer to where the file is, if there is one; return the losses until then."""
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                told = file.metadata() or {}
-        except (OSError, SafetensorError):
-            return []
+        told = metadata_of(self.path)
         if told.get("identity") != self.identity:
             return []
         optimizer.load(load_file(self.path), int(told["done"]))

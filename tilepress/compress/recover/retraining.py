@@ -218,6 +218,7 @@ class BlockTrainer(Visitor):
     The walk's hidden states are the recovered student's; a second stream is the dense teacher's."""
 
     doing = "recovering"
+    reports = True
 
     def __init__(
         self, pair: Pair, targets: list[Target], held: int, training: Training, dtypes: dict[str, torch.dtype]
