@@ -89,13 +89,8 @@ class _Search(Visitor):
         reports = {rotate: facts.pop(_key(rotate)) for rotate in self.settings.rotations}
         rotates = min(reports, key=lambda rotate: sum(told["output_error"] ** 2 for told in reports[rotate]))
         shape, pairs = self.shape, "neighbours" if self.shape.interleaved else "halves"
-        found = {
-            "rotates": rotates,
-            "model_dtype": dtype_name(self.dtype),
-            "query_heads": shape.heads,
-            "rotary_dim": shape.rotary_dim,
-            "rope_pairs": pairs if shape.rotary_dim else "none",
-        }
+        found = {"rotates": rotates, "model_dtype": dtype_name(self.dtype), "query_heads": shape.heads}
+        found |= {"rotary_dim": shape.rotary_dim, "rope_pairs": pairs if shape.rotary_dim else "none"}
         order = ("windows", "tokens", "computed_in", "device", "warnings")
         return found | {key: facts[key] for key in order} | {"report": reports[rotates]}
 
@@ -110,9 +105,8 @@ def _key(rotate: bool) -> str:
 def _sides(found: Found) -> Iterator[tuple[Side, Side]]:
     """Yield each layer's keys' and values' side with the chosen rotation."""
     for told in found.facts["report"]:
-        stem = f"{_key(found.facts['rotates'])}.{told['layer']}"
-        key, value = (
-            Side(found.get(f"{stem}.{what}.channels"), found.get(f"{stem}.{what}.fixed"), told[f"{what}_clip"])
-            for what in ("key", "value")
+        stems = {what: f"{_key(found.facts['rotates'])}.{told['layer']}.{what}" for what in ("key", "value")}
+        yield tuple(
+            Side(found.get(f"{stem}.channels"), found.get(f"{stem}.fixed"), told[f"{what}_clip"])
+            for what, stem in stems.items()
         )
-        yield key, value

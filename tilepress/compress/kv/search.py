@@ -30,14 +30,15 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
     exact = [attend(sample, seen.scaling) for sample in seen.samples]
     power = max(sum(float(out.square().sum()) for out in exact), 1e-30)
 
+    def back(x: Tensor, what: str, side: Side) -> Tensor:
+        """Return x [heads, tokens, D] float32 as it comes back from the cache."""
+        return fake_quantize(x.transpose(0, 1), form, *side, rotate and what == "key", form.refits).transpose(0, 1)
+
     def error(**sides: Side) -> float:
         """Return the relative squared error of the attention's outputs with quantized keys, values or both."""
-        back = {
-            what: (lambda x, what=what, side=side: _back(x, form, side, rotate and what == "key"))
-            for what, side in sides.items()
-        }
         quantized = [
-            s._replace(**{what: again(getattr(s, what)) for what, again in back.items()}) for s in seen.samples
+            s._replace(**{what: back(getattr(s, what), what, side) for what, side in sides.items()})
+            for s in seen.samples
         ]
         differences = (attend(s, seen.scaling) - out for s, out in zip(quantized, exact, strict=True))
         return sum(float(difference.square().sum()) for difference in differences) / power
@@ -54,17 +55,12 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
     facts["output_error"] = error(**chosen) ** 0.5
     for what, side in chosen.items():
         exact_rows = [getattr(sample, what) for sample in seen.samples]
-        off = sum(float((_back(x, form, side, rotate and what == "key") - x).square().sum()) for x in exact_rows)
+        off = sum(float((back(x, what, side) - x).square().sum()) for x in exact_rows)
         facts[f"{what}_error"] = (off / max(sum(float(x.square().sum()) for x in exact_rows), 1e-30)) ** 0.5
         if form.static:
             shares = [clamped_share(x.transpose(0, 1), form, side.channels, side.fixed) for x in exact_rows]
             facts[f"{what}_overflow"] = sum(shares) / len(shares)
     return chosen["key"], chosen["value"], facts
-
-
-def _back(x: Tensor, form: KVFormat, side: Side, rotate: bool) -> Tensor:
-    """Return x [heads, tokens, D] float32 as it comes back from the cache."""
-    return fake_quantize(x.transpose(0, 1), form, *side, rotate, form.refits).transpose(0, 1)
 
 
 def attend(sample: Sample, scaling: float) -> Tensor:
@@ -81,10 +77,8 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
     if rotate:
         variance = seen.key.power - seen.tokens * mean.double().square()
-        ratio = by_pairs(variance, seen.shape, torch.sum).clamp(min=1e-12) / by_pairs(
-            seen.query_power, seen.shape, torch.sum
-        ).clamp(min=1e-12)
-        scale = ratio.sqrt().float() ** alpha
+        keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, seen.query_power))
+        scale = (keys / queries).sqrt().float() ** alpha
     else:
         reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
         scale = (by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach) ** alpha

@@ -145,13 +145,8 @@ class Found:
 
     @cached_property
     def facts(self) -> dict:
-        """Facts for the manifest."""
+        """Facts for the manifest; the identity holds times of files, so no artifact does."""
         return {key: value for key, value in self._all.items() if key not in ("identity", "files")}
-
-    @property
-    def identity(self) -> str:
-        """What it was made from, see `identity_of`. It holds times of files, so no artifact does."""
-        return self._all["identity"]
 
     @cached_property
     def _all(self) -> dict:
@@ -263,7 +258,7 @@ def keep(work: Path, name: str, identity: str, facts: dict, files: list[str]) ->
 def finished(plan: Plan, name: str, identity: str, dataset: str) -> Found | None:
     """Return what a finished walk found, or None. Raises UsageError if it was made from something else."""
     found = Found(plan.work, name) if (plan.work / f"{name}.json").exists() else None
-    if found is not None and found.identity != identity:
+    if found is not None and found._all["identity"] != identity:
         raise UsageError(
             f"the weights, the text of {dataset} or the kind of device have changed since the run in {plan.output} began",
             "start again with --overwrite",

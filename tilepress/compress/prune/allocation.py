@@ -1,11 +1,10 @@
 """How much each weight is pruned, so that all of them together have exactly the zeros that were asked for.
 
-`uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers: elements whose
-|weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures instead: of a few windows it
-prunes one input's weights at a time,
-lets the rest of the dense model run, and sees what the last hidden states lose; weights are then given sparsities at which the next zero costs the
-same everywhere.
-Both read the dense model once more, layer by layer, before anything is pruned. Outside of decoder layers a weight gets the sparsity that was asked for.
+`uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers:
+elements whose |weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures: of a
+few windows it prunes one input's weights at a time, lets the rest of the dense model run, and sees what the last hidden states lose. Weights
+then get sparsities at which the next zero costs the same everywhere. Both read the dense model once more before anything is pruned. Outside
+of decoder layers a weight gets the sparsity that was asked for.
 """
 
 from dataclasses import asdict, dataclass

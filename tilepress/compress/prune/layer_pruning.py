@@ -1,12 +1,11 @@
 """Pruning with calibration text, one decoder layer in memory at a time: what wanda, SparseGPT and ADMM are given, and in which order.
 
-Within a layer the linear layers are pruned in the order in which they run. Those that read one input share its moments; the next ones see what the pruned
-ones before them make of the text, and the next layer gets the pruned layer's outputs. So every weight is fitted to the inputs that it will have; with
-`catch_up` a second
-stream of hidden states, the dense model's, tells what its outputs should have been. Memory is the embeddings, two copies of a layer, the moments of
-one input (of all experts' at once), the
-solver's matrices, and the hidden states of all windows in the model's dtype, with `catch_up` twice; all of it on the device, and on a CPU as much as the
-hidden states once more, and some layers' inputs (stream.py).
+Within a layer the linear layers are pruned in the order in which they run. Those that read one input share its moments. The next ones see
+what the pruned ones before them make of the text, and the next layer gets the pruned layer's outputs, so every weight is fitted to the inputs
+that it will have. With `catch_up` a second stream of hidden states, the dense model's, tells what its outputs should have been.
+Memory is the embeddings, two copies of a layer, the moments of one input (of all experts' at once), the solver's matrices, and the hidden
+states of all windows in the model's dtype, with `catch_up` twice; all of it on the device. A CPU takes as much as the hidden states once
+more, and some layers' inputs (stream.py).
 """
 
 import copy

@@ -1,8 +1,8 @@
 """What pruning with calibration text takes on a CPU, from the headers alone: what `--dry-run` says.
 
-Three times in a run may be the highest: when an allocation surveys the dense model (survey.py), when layers are pruned (layer_pruning.py), and when the
-result is written. Each is a sum of what is held together there; of what comes one after the other in it, the largest. With bfloat16 matrix units
-oneDNN also compiles and keeps a kernel for every number of tokens that an expert gets.
+Three times in a run may be the highest: when an allocation surveys the dense model (survey.py), when layers are pruned (layer_pruning.py),
+and when the result is written. Each is a sum of what is held together there, and the largest of what comes one after the other. With
+bfloat16 matrix units oneDNN also compiles and keeps a kernel for every number of tokens that an expert gets.
 """
 
 import math

@@ -18,7 +18,7 @@ class Settings:
     damping: float = 0.01  # of REFITTING methods: the share of the mean diagonal that is added to it
     dtype: torch.dtype | None = None  # of the result, if it is not the source's
     catch_up: float = (
-        0.5  # the share of the difference between dense and pruned inputs that weights make up for; 0: no second stream
+        0.5  # share of what dense and pruned inputs differ by that weights make up for; 0: no second stream
     )
 
     def count(self, elements: int) -> int:

@@ -101,12 +101,9 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
         for item in inputs:
             item.choose_range(inputs)
             item.measure(modules)
-    result = {
-        "inputs": [item.record(names) for item in inputs],
-        "warnings": [warning for item in inputs for warning in item.warnings(names)],
-    }
+    warnings = [warning for item in inputs for warning in item.warnings(names)]
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
-    return result, tensors
+    return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["_Input"], counting: bool) -> Iterator[Tensor]:
@@ -190,10 +187,8 @@ class _Input:
     def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
         """Return scale and zero point of a range, on the device of the sampled rows."""
         scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
-        if self.stats.tokens:
-            device = self.stats.low.device
-            return scale.to(device), None if zero_point is None else zero_point.to(device)
-        return scale, zero_point
+        device = self.stats.low.device if self.stats.tokens else scale.device
+        return scale.to(device), None if zero_point is None else zero_point.to(device)
 
     def choose_range(self, inputs: list["_Input"]) -> None:
         """Choose the static range, unless that is done; an expert that saw no token gets the range of the layer's other experts."""
@@ -204,14 +199,9 @@ class _Input:
             self.range = self.settings.observer.range(self.stats.histogram, low, high, self.scheme.asymmetric)
             self.scale, self.zero_point = self._static(self.range)
             return
+        seen = [item for item in inputs if item.stats.tokens and ".experts." in item.group.linears[0]]
         kind = {path.rpartition(".")[2] for path in self.group.linears}
-        others = [
-            item
-            for item in inputs
-            if item.stats.tokens
-            and ".experts." in item.group.linears[0]
-            and kind & {p.rpartition(".")[2] for p in item.group.linears}
-        ]
+        others = [item for item in seen if kind & {path.rpartition(".")[2] for path in item.group.linears}]
         if ".experts." not in self.group.linears[0] or not others:
             raise TilepressError(
                 f"{self.group.linears[0]} saw no token of the calibration text",
@@ -229,9 +219,8 @@ class _Input:
             return
         weights = self.weights(modules)
         rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        self.errors = output_error(
-            self.stats.rows, weights, rows, [quantized_weight(w, self.scheme, self.dtype) for w in weights]
-        )
+        quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        self.errors = output_error(self.stats.rows, weights, rows, quantized)
 
     def record(self, names: dict[str, str]) -> dict:
         """Return what the manifest keeps."""

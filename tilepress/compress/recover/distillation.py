@@ -116,12 +116,8 @@ class MaskedAdamW:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[f"weight:{name}"])
-                state = {
-                    key: tensors[f"{key}:{name}"].clone()
-                    for key in ("exp_avg", "exp_avg_sq", "step")
-                    if f"{key}:{name}" in tensors
-                }
-                if state:
+                keys = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}:{name}" in tensors]
+                if state := {key: tensors[f"{key}:{name}"].clone() for key in keys}:
                     for key in ("exp_avg", "exp_avg_sq") + (("step",) if parameter.is_cuda else ()):
                         state[key] = state[key].to(parameter.device)
                     self._adam.state[parameter] = state
@@ -145,11 +141,8 @@ class SavedState:
     def keep(self, optimizer: MaskedAdamW, losses: list[float]) -> None:
         if time.monotonic() - self._written < self.every_s:
             return
-        told = {
-            "identity": self.identity,
-            "done": str(optimizer.done),
-            "losses": " ".join(loss.hex() for loss in losses),
-        }
+        told = {"identity": self.identity, "done": str(optimizer.done)}
+        told["losses"] = " ".join(loss.hex() for loss in losses)
         write_tensors(self.path, optimizer.tensors(), told)
         self._written = time.monotonic()
 
