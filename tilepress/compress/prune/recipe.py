@@ -58,7 +58,7 @@ class PruneRecipe(Recipe):
 
     @property
     def calibrating(self) -> Settings:
-        """What the rooms below need to know of a recipe that calibrates."""
+        """The settings that pruning with text reads."""
         return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype)
 
     @property
@@ -134,11 +134,9 @@ class PruneRecipe(Recipe):
 
     def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
         writing = super().peak_bytes(checkpoint, targets)
-        return (
-            max(writing, pruning_memory.peak_bytes(self.calibrating, self.text, checkpoint, targets))
-            if self.calibrates
-            else writing
-        )
+        if not self.calibrates:
+            return writing
+        return max(writing, pruning_memory.peak_bytes(self.calibrating, self.text, checkpoint, targets))
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.

@@ -208,10 +208,9 @@ def recover(
         with same_every_time():
             if recovery.blocks:
                 windows = [*stream.batch(0, min(recovery.nsamples, stream.per_epoch)), *stream.held_out]
-                windows = [window.tolist() for window in windows]
+                ids = [window.tolist() for window in windows]
                 visitor = BlockTrainer(pair, plan.targets, stream.held, training, dtypes)
-                dataset = recovery.dataset
-                Walk(plan, RECOVERY, visitor, dataset, windows, device, progress, identity, facts).run()
+                Walk(plan, RECOVERY, visitor, recovery.dataset, ids, device, progress, identity, facts).run()
             else:
                 stream = stream.to(pair.student.device)
                 keeps = keeps_activations(source, plan.targets, recovery)
