@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilepress.bench import int8_kernels, kernels
-from tilepress.cli.terminal import kernels_text
+from tilepress.cli.kernels import kernels_text
 from tilepress.formats import TilepressError
 from tilepress.kernels import jit, read_bandwidth, w8a8_gemm
 

@@ -1,15 +1,17 @@
 """A walk with a made-up visitor: what it hands on from layer to layer, and what a stopped one finds again."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from support.artifacts import few_words
 
+from tilepress import Prune
 from tilepress.compress.layers import walk
 from tilepress.compress.layers.walk import HIDDEN, Found, Visitor, Walk
-from tilepress.compress.prune.recipe import PruneRecipe
-from tilepress.compress.run.plan import make_plan, open_output
+from tilepress.compress.run.output import open_output
+from tilepress.compress.run.plan import Inputs, make_plan
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.runtime.loader import load
@@ -53,17 +55,16 @@ class Sums(Visitor):
 def plan_of(checkpoint_of, tmp_path):
     def make(name: str):
         source = Checkpoint(checkpoint_of("llama", torch.float32, num_hidden_layers=LAYERS))
-        recipe = PruneRecipe(0.5, method="wanda", text=few_words(3, 32))
-        plan = make_plan(source, tmp_path / name, recipe, *recipe.find_targets(source))
+        plan = make_plan(Inputs(source, few_words(3, 32)), tmp_path / name, Prune(0.5, method="wanda", format="dense"))
         open_output(plan, resume=False, overwrite=False)
         return plan
 
     return make
 
 
-def walked(plan, visitor: Sums, seed: int = 0) -> Found:
-    text, seen = few_words(3 + seed, 32), []
-    found = Walk.over_text(plan, "sums", visitor, text, "cpu", lambda what, units: seen.append(units)).run()
+def walked(plan, visitor: Sums) -> Found:
+    seen = []
+    found = Walk.over_text(plan, "sums", visitor, "cpu", lambda what, units: seen.append(units)).run()
     assert not visitor.calls or sum(seen) == sum(target.elements for target in plan.targets)
     return found
 
@@ -72,7 +73,7 @@ def test_layers_get_what_the_whole_model_gives_them(plan_of):
     plan = plan_of("whole")
     found = pickle.loads(pickle.dumps(walked(plan, Sums(False))))
     model = load(plan.source, dtype=torch.float32)
-    windows = plan.recipe.text.windows(walk.load_tokenizer(plan.source))
+    windows = plan.text.windows(walk.load_tokenizer(plan.source))
     with torch.no_grad():
         states = [model(torch.tensor(window)[None], output_hidden_states=True).hidden_states for window in windows]
     assert found.facts["streams"] == ["hidden", "twice"] and found.facts["windows"] == 3
@@ -110,7 +111,7 @@ def test_a_finished_walk_of_something_else_is_refused_and_a_half_one_not_used(pl
     with pytest.raises(KeyboardInterrupt):
         walked(plan, Sums(False, stop=2))
     other = Sums(False)
-    walked(plan, other, seed=1)
+    walked(replace(plan, text=few_words(4, 32)), other)
     assert other.calls == [f"visit {n}" for n in range(LAYERS)]
     with pytest.raises(UsageError, match="have changed since"):
         walked(plan, Sums(False))

@@ -21,7 +21,6 @@ from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import FOLDER, KVCalibration, Side, to_files, weights_hash
 from tilepress.formats.kv_int4 import KVFormat
-from tilepress.text import Text
 
 SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
 
@@ -30,7 +29,6 @@ SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
 class Settings:
     """The settings of a recipe that concern calibration."""
 
-    text: Text
     shape: AttentionShape
     form: KVFormat
     rotations: tuple[bool, ...]  # which are tried
@@ -43,8 +41,8 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     TilepressError naming the layer for keys that are not finite.
     """
     source, shape, form = Checkpoint(plan.source), settings.shape, settings.form
-    targets, _ = find_targets(source, (), plan.recipe.trust_remote_code, quantized=True)
-    found = Walk.over_text(plan, "kv", _Search(settings, targets), settings.text, device, progress).run()
+    targets, _ = find_targets(source, (), plan.trust_remote_code, quantized=True)
+    found = Walk.over_text(plan, "kv", _Search(settings, targets), device, progress).run()
     rotates, facts = found.facts["rotates"], {key: value for key, value in found.facts.items() if key != "rotates"}
     calibration = KVCalibration(form, shape.kv_heads, tuple(_sides(found)), rotates, form.refits, facts)
     (plan.work / FOLDER).mkdir(exist_ok=True)
@@ -59,10 +57,9 @@ class _Search(Visitor):
         self.settings, self.targets, self.dtype = settings, targets, targets[0].dtype
         self.shape = settings.shape
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         tokens = sum(map(len, windows))
         if tokens < self.shape.head_dim:
-            dataset = self.settings.text.dataset
             raise UsageError(f"{dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
         return windows
 

@@ -27,7 +27,7 @@ from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import disk_errors, temporary_name, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_json
-from tilepress.text import Text, check_vocabulary, load_tokenizer
+from tilepress.text import check_vocabulary, load_tokenizer
 
 CALIBRATION = "calibration"  # the walk whose facts the manifest keeps under this name
 HIDDEN = "hidden"  # the stream that every walk has
@@ -97,7 +97,7 @@ class Visitor:
     keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
     targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
         return windows
 
@@ -107,8 +107,8 @@ class Visitor:
 
     def model(self, plan: Plan, device: str) -> LayerByLayer:
         """Return the model to walk through, by default the plan's source."""
-        targets, compute, recipe = self.targets or plan.targets, self.compute_dtype(device), plan.recipe
-        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, recipe.dtype, recipe.trust_remote_code)
+        targets, compute, stored = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
+        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
@@ -177,9 +177,10 @@ class Walk:
     facts: dict  # that come before those of the layers
 
     @classmethod
-    def over_text(cls, plan: Plan, name: str, visitor: Visitor, text: Text, device: str, progress: Progress) -> "Walk":
-        """Make a walk over a text's windows. Raises UsageError for a text without tokens."""
-        windows = visitor.choose(text.windows(load_tokenizer(plan.source, plan.recipe.trust_remote_code)))
+    def over_text(cls, plan: Plan, name: str, visitor: Visitor, device: str, progress: Progress) -> "Walk":
+        """Make a walk over the windows of the plan's text. Raises UsageError for a text without tokens."""
+        text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
+        windows = visitor.choose(text.windows(tokenizer), text.dataset)
         compute = visitor.compute_dtype(device)
         tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
         few = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []

@@ -19,7 +19,6 @@ from tilepress.compress.run.targets import Target
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.checkpoint import read_json
-from tilepress.text import Text
 
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder
@@ -36,14 +35,14 @@ class Allocation:
     facts: dict
 
 
-def allocate(plan: Plan, text: Text, settings: Settings, device: str, progress: Progress) -> Allocation:
+def allocate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Allocation:
     """Lay out the zeros of a plan's targets, and write them to the work folder for `read_allocation`.
 
     Raises UsageError for too little text, and where a survey in the work folder was made from other text, weights or another kind of device."""
     targets, sparsity = plan.targets, settings.sparsity
     sparsities, facts = {target.name: sparsity for target in targets}, {}
     if settings.allocation != "uniform":
-        weights = survey(plan, text, settings, device, progress)
+        weights = survey(plan, settings, device, progress)
         if not weights:
             raise UsageError(
                 f"--allocation {settings.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",

@@ -15,10 +15,10 @@ from tilepress.compress.layers.walk import compute_dtype
 from tilepress.compress.prune.settings import Settings
 from tilepress.compress.prune.survey import TOKENS, WINDOWS
 from tilepress.compress.recover.settings import hidden_size
+from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import Target
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.experts import EXPERT_WEIGHT
-from tilepress.text import Text
 
 # Float32 matrices [in, in] and [out, in] that a method holds at once for a weight, moments among them, measured.
 _SQUARES = {"wanda": 4, "sparsegpt": 8, "admm": 9}
@@ -58,8 +58,9 @@ class _Layer:
         )
 
 
-def peak_bytes(settings: Settings, text: Text, checkpoint: Checkpoint, targets: list[Target]) -> int:
+def peak_bytes(settings: Settings, inputs: Inputs, targets: list[Target]) -> int:
     """Return about how many bytes a run takes beside torch itself."""
+    checkpoint, text = inputs.checkpoint, inputs.text
     dtype = settings.dtype or targets[0].dtype
     compute = compute_dtype(dtype, "cpu").itemsize
     width, layers = hidden_size(checkpoint, targets), _layers(checkpoint, targets)

@@ -17,21 +17,20 @@ from tilepress.compress.prune import wanda
 from tilepress.compress.prune.settings import Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats.checkpoint import linear_shape
-from tilepress.text import Text
 
 WINDOWS, TOKENS = 8, 512  # of the calibration text, at most
 OUTLIER = 5.0  # times the mean of a weight's scores
 CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss is measured
 
 
-def survey(plan: Plan, text: Text, settings: Settings, device: str, progress: Progress) -> dict[str, dict]:
+def survey(plan: Plan, settings: Settings, device: str, progress: Progress) -> dict[str, dict]:
     """Return what is known of each weight in a decoder layer that saw enough tokens, by its stored name.
 
     "layer" is its layer's path, "outliers" how many of its scores are OUTLIER times their mean, "curve" its local loss at each sparsity of
     CURVE, and "cost", for the allocation `auto`, the model's loss for each unit of that. Raises UsageError where the work folder holds a
     survey of something else."""
     visitor = _Survey(settings, settings.dtype or plan.targets[0].dtype)
-    facts = Walk.over_text(plan, "survey", visitor, text, device, progress).run().facts
+    facts = Walk.over_text(plan, "survey", visitor, device, progress).run().facts
     return {found.pop("name"): found for found in facts["weights"]}
 
 
@@ -44,7 +43,7 @@ class _Survey(Visitor):
     def __init__(self, settings: Settings, dtype: torch.dtype):
         self.settings, self.dtype = settings, dtype
 
-    def choose(self, windows: list[list[int]]) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
         return [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:

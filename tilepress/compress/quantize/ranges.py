@@ -20,7 +20,6 @@ from tilepress.compress.quantize.smoothing import ALPHAS, exact_factors, output_
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
-from tilepress.text import Text
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 
@@ -32,7 +31,6 @@ class Settings:
     scheme: int8.Int8Scheme
     observer: Observer
     smooth: str  # off | auto | channel (every channel to the same reach) | a number
-    text: Text
     dtype: torch.dtype | None  # the recipe's
 
 
@@ -61,7 +59,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     layer for activations that are not finite and layers that saw no token.
     """
     visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
-    Walk.over_text(plan, CALIBRATION, visitor, settings.text, device, progress).run()
+    Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
     return Calibration(plan.work)
 
 
