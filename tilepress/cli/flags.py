@@ -73,6 +73,8 @@ class Making:
     """The flags of every command that makes an artifact."""
 
     workers: ClassVar[int] = 1
+    rank: ClassVar[int | None] = None
+    world_size: ClassVar[int | None] = None
     share: ClassVar[tuple[int, int]] = (0, 1)  # this worker, of how many
     device: Device = "auto"
     overwrite: Overwrite = False

@@ -95,7 +95,9 @@ def make(
         return None
     if made.was_complete:
         say(f"{output} is complete already")
-    facts = made.to_json() | words.told
+    facts = made.to_json()
+    last = {name: facts.pop(name) for name in ("seconds", "stages")}
+    facts |= words.told | last
     print(json.dumps(facts, indent=2) if how.json_ else words.result(facts))
     for warning in made.warnings[:_WARNINGS_SHOWN]:
         say(f"warning: {warning}")
