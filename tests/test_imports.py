@@ -5,7 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "tilepress"
 ALLOWED = {  # part -> parts, or single modules of them, that it may import
@@ -13,15 +16,31 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "kernels": {"kernels", "formats"},
     "models": {"models", "formats"},
     "text": {"formats"},
+    "device": {"formats"},
+    "version": set(),
     "runtime": {"runtime", "kernels", "formats", "models"},
-    "compress": {"compress", "formats", "models", "text", "__init__"},
-    "eval": {"eval", "compress", "runtime", "kernels", "formats", "models", "text"},
+    "compress": {"compress", "formats", "models", "text", "device", "version"},
+    "eval": {"eval", "compress", "runtime", "kernels", "formats", "models", "text", "device"},
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),
     "hf": {"runtime", "formats"},
-    "__init__": {"compress", "runtime", "eval"},
+    "__init__": {"compress", "runtime", "eval", "formats", "text", "version"},
     "__main__": {"cli"},
-    "cli": {"cli", "bench", "eval", "runtime", "kernels", "compress", "formats", "models", "text", "demo", "__init__"},
+    "cli": {
+        "cli",
+        "bench",
+        "eval",
+        "runtime",
+        "kernels",
+        "compress",
+        "formats",
+        "models",
+        "text",
+        "device",
+        "demo",
+        "version",
+        "__init__",
+    },
 }
 
 
@@ -47,6 +66,54 @@ def test_imports_go_one_way():
             if name.split(".")[0] not in ALLOWED[part] and name not in ALLOWED[part]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
+
+
+def module_graph(package: Path) -> dict[str, set[str]]:
+    """Modules of a package, each with those that it imports anywhere: at its top, inside functions, under TYPE_CHECKING."""
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for name, path in files.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                # What is no module is a name in one.
+                found |= {other if other in files else node.module for other in whole}
+        graph[name] = found & set(files)
+    return graph
+
+
+def test_no_circle_between_modules():
+    TopologicalSorter(module_graph(PACKAGE)).prepare()  # raises CycleError with the modules of a circle
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import made_up.first",
+        "from made_up import first",
+        "from made_up.first import name",
+        "def later():\n    from made_up.first import name",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made_up.first import Name",
+    ],
+)
+def test_a_circle_is_found(tmp_path, back):
+    package = tmp_path / "made_up"
+    (package / "room").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("first", "from made_up.room import second"), ("room/__init__", "")):
+        (package / f"{name}.py").write_text(text)
+    (package / "room" / "second.py").write_text("import made_up.third")
+    (package / "third.py").write_text("import torch")
+    TopologicalSorter(module_graph(package)).prepare()
+    (package / "third.py").write_text(back)
+    with pytest.raises(CycleError) as raised:
+        TopologicalSorter(module_graph(package)).prepare()
+    assert set(raised.value.args[1]) == {"made_up.first", "made_up.room.second", "made_up.third"}
 
 
 def test_formats_know_no_transformers_and_only_the_screen_prints():

@@ -1,19 +1,80 @@
-"""tilepress: from a Hugging Face causal language model to a smaller, faster artifact, and the proof of what it costs."""
+"""tilepress: from a Hugging Face causal language model to a smaller, faster artifact, and the proof of what it costs.
 
-__version__ = "0.1.0"
+    import tilepress
+    tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5, method="sparsegpt"), dataset="text.jsonl")
+    tilepress.perplexity("pruned", "held-out.jsonl", base="meta-llama/Llama-3.1-8B").perplexity
+    model = tilepress.load("pruned", device="cuda")
 
+Everything here is imported when it is first used: `import tilepress` loads neither torch nor transformers.
+"""
 
-def load(path, device="cpu", dtype="auto", **kwargs):
-    """Loads an artifact or a dense checkpoint as a transformers model, or with `group` a rank's part of it; see `tilepress.runtime.loader.load`."""
-    from tilepress.runtime.loader import load as load_model
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-    return load_model(path, device=device, dtype=dtype, **kwargs)
+from tilepress.formats import TilepressError, UsageError
+from tilepress.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from tilepress import compress
+    from tilepress.compress.convert import Convert
+    from tilepress.compress.kv.recipe import KVCache
+    from tilepress.compress.prune.recipe import Prune
+    from tilepress.compress.quantize.observers import Observer
+    from tilepress.compress.quantize.recipe import Quantize
+    from tilepress.compress.recover.recipe import Recover
+    from tilepress.compress.run.api import Outcome, plan
+    from tilepress.eval.inspect import inspect
+    from tilepress.eval.perplexity import perplexity
+    from tilepress.eval.verify import verify
+    from tilepress.runtime.decode.generation import decode
+    from tilepress.runtime.loader import load
+    from tilepress.text import Text
+
+_HOMES = {
+    "Convert": "compress.convert",
+    "KVCache": "compress.kv.recipe",
+    "Observer": "compress.quantize.observers",
+    "Outcome": "compress.run.api",
+    "Prune": "compress.prune.recipe",
+    "Quantize": "compress.quantize.recipe",
+    "Recover": "compress.recover.recipe",
+    "Text": "text",
+    "decode": "runtime.decode.generation",
+    "inspect": "eval.inspect",
+    "load": "runtime.loader",
+    "perplexity": "eval.perplexity",
+    "plan": "compress.run.api",
+    "verify": "eval.verify",
+}
+__all__ = [
+    "Convert",
+    "KVCache",
+    "Observer",
+    "Outcome",
+    "Prune",
+    "Quantize",
+    "Recover",
+    "Text",
+    "TilepressError",
+    "UsageError",
+    "compress",
+    "decode",
+    "inspect",
+    "load",
+    "perplexity",
+    "plan",
+    "verify",
+]
 
 
 def __getattr__(name: str):
-    """Import `decode`, for `model.generate(..., custom_generate=tilepress.decode)`, when it is asked for: runtime/decode/generation.py."""
-    if name == "decode":
-        from tilepress.runtime.decode.generation import decode
+    if name == "compress":
+        return import_module("tilepress.compress")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tilepress' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"tilepress.{_HOMES[name]}"), name)
+    return found
 
-        return decode
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

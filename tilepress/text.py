@@ -9,13 +9,15 @@ import glob
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from tilepress.formats import TilepressError, UsageError
 
+CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
+EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 _BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
 _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
@@ -121,6 +123,11 @@ def max_positions(text_config: dict) -> int | None:
     return longest if isinstance(longest, int) else None
 
 
+def default_seqlen(text_config: dict) -> int:
+    """Return 2048, or fewer tokens where the model's positions allow no more."""
+    return min(2048, max_positions(text_config) or 2048)
+
+
 def check_window(seqlen: int, text_config: dict) -> None:
     """Raises UsageError for windows that are longer than the model's positions."""
     longest = max_positions(text_config)
@@ -154,17 +161,26 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
 
 @dataclass(frozen=True)
 class Text:
-    """Which text a calibration sees: `nsamples` windows of `seqlen` tokens, each with what the tokenizer puts before a text (BOS)."""
+    """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, each with what the tokenizer puts before a text (BOS).
 
-    dataset: str
+    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`. `seqlen` is 2048 unless given, or what
+    the model's positions allow. Raises UsageError for a number that is too small."""
+
+    dataset: str = CALIBRATION
     nsamples: int = 128
-    seqlen: int = 2048
+    seqlen: int | None = None
     seed: int = 0
 
     def __post_init__(self):
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
-            if value < least:
+            if value is not None and value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
+
+    def fitted(self, text_config: dict) -> "Text":
+        """Return the same text with the window's length settled. Raises UsageError for windows longer than the model's positions."""
+        seqlen = default_seqlen(text_config) if self.seqlen is None else self.seqlen
+        check_window(seqlen, text_config)
+        return replace(self, seqlen=seqlen)
 
     def windows(self, tokenizer) -> list[list[int]]:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""

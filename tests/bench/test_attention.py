@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from tilepress.bench import attention
 from tilepress.bench.attention import KINDS, Shape, cases, form_of, lengths
-from tilepress.cli.app import _SHAPES
-from tilepress.cli.terminal import kernels_text
+from tilepress.cli.kernels import SHAPES, kernels_text
 from tilepress.formats import TilepressError, UsageError
 from tilepress.kernels.arch import Path
 
@@ -53,7 +52,7 @@ FRONT = {
 
 
 def test_the_usual_cases():
-    shapes = [Shape.parse(text) for text in _SHAPES["attention"].split(",")]
+    shapes = [Shape.parse(text) for text in SHAPES["attention"].split(",")]
     heads = [(32, 8, b) for b in (1, 4, 16, 64)] + [(8, 1, b) for b in (32, 128, 512)]
     assert [(s.head_dim, s.query_heads, s.kv_heads, s.batch) for s in shapes] == [
         (d, *each) for d in (128, 64) for each in heads

@@ -11,7 +11,7 @@ import torch
 from support.cards import HAS_WGMMA
 
 from tilepress.bench import int8_kernels, kernels
-from tilepress.cli.terminal import kernels_text
+from tilepress.cli.kernels import kernels_text
 from tilepress.formats import TilepressError
 from tilepress.kernels import jit, read_bandwidth, w8a8_gemm
 

@@ -102,8 +102,8 @@ def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
 
 def test_plain_progress_names_the_item_and_the_time_left(capsys, monkeypatch):
     monkeypatch.setattr(screen, "_PLAIN_EVERY_S", -1)
-    with Bar("pruning", 10, quiet=False) as bar:
-        bar.step("layers.0", 5)
+    with Bar("pruning", quiet=False) as bar:
+        bar.at("layers.0", 5, 10)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("pruning: 50 %  layers.0  about ") and lines[1].startswith("pruning: done in")
 
@@ -118,8 +118,8 @@ def test_bar_on_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Bar("pruning", 10, quiet=False) as bar:
-        bar.step("layers.0.up_proj", 5)
+    with Bar("pruning", quiet=False) as bar:
+        bar.at("layers.0.up_proj", 5, 10)
         bar._live.refresh()
     assert "layers.0.up_proj" in terminal.getvalue() and "left" in terminal.getvalue()
 

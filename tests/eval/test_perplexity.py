@@ -15,8 +15,8 @@ from support.ranks import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress.compress.kv.recipe import KVRecipe
-from tilepress.eval.perplexity import Protocol, WindowSums, perplexity
+from tilepress import KVCache
+from tilepress.eval.perplexity import Protocol, WindowSums, measure
 from tilepress.formats import TilepressError, UsageError
 from tilepress.runtime.loader import paths
 from tilepress.text import documents, token_ids
@@ -44,7 +44,7 @@ def log_probabilities(model, window):
 
 
 def test_gptq_recipe_against_float64(model, tokenizer, text, ids):
-    found = perplexity(model, tokenizer, Protocol(str(text), seqlen=256, limit=3))
+    found = measure(model, tokenizer, Protocol(str(text), seqlen=256, limit=3)).to_json()
     losses = []
     for w in range(3):
         window = ids[256 * w : 256 * (w + 1)]
@@ -67,7 +67,7 @@ def test_strided_recipe_scores_every_token_once(model, tokenizer, tmp_path, ids)
     some = tmp_path / "some.txt"
     some.write_text(tokenizer.decode(ids[:700]))
     again = tokenizer(some.read_text())["input_ids"]
-    found = perplexity(model, tokenizer, Protocol(str(some), "strided", seqlen=256, stride=100))
+    found = measure(model, tokenizer, Protocol(str(some), "strided", seqlen=256, stride=100)).to_json()
     losses, scored = [], 1
     for begin in range(0, len(again), 100):
         end = min(begin + 256, len(again))
@@ -81,9 +81,9 @@ def test_strided_recipe_scores_every_token_once(model, tokenizer, tmp_path, ids)
 
 
 def test_strided_without_overlap_scores_what_has_something_before_it(model, tokenizer, text):
-    strided = perplexity(model, tokenizer, Protocol(str(text), "strided", seqlen=256, stride=256, limit=3))
+    strided = measure(model, tokenizer, Protocol(str(text), "strided", seqlen=256, stride=256, limit=3)).to_json()
     assert strided["nll"] == pytest.approx(
-        perplexity(model, tokenizer, Protocol(str(text), seqlen=256, limit=3))["nll"]
+        measure(model, tokenizer, Protocol(str(text), seqlen=256, limit=3)).to_json()["nll"]
     )
 
 
@@ -91,12 +91,12 @@ def test_base_that_is_not_finite_is_an_error(model, tokenizer, text, tiny):
     broken = tilepress.load(tiny, dtype=torch.float32)
     broken.model.norm.weight.data[0] = float("nan")
     with pytest.raises(TilepressError, match="base model gives non-finite"):
-        perplexity(model, tokenizer, Protocol(str(text), seqlen=64, limit=1), base=broken)
+        measure(model, tokenizer, Protocol(str(text), seqlen=64, limit=1), base=broken)
 
 
 def test_comparison_with_a_base(model, tokenizer, text, ids, artifact):
     other = tilepress.load(artifact, dtype=torch.float32)
-    found = perplexity(other, tokenizer, Protocol(str(text), seqlen=200, limit=4), base=model)
+    found = measure(other, tokenizer, Protocol(str(text), seqlen=200, limit=4), base=model).to_json()
     deltas, kls, same = [], [], []
     for w in range(4):
         window = ids[200 * w : 200 * (w + 1)]
@@ -114,7 +114,7 @@ def test_comparison_with_a_base(model, tokenizer, text, ids, artifact):
     assert found["kl_divergence"]["p99"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-4)
     assert found["top1_agreement"] == pytest.approx(float(torch.cat(same).mean()))
     assert found["nll"] - found["base"]["nll"] == pytest.approx(found["delta_nll"], rel=1e-6)
-    itself = perplexity(model, tokenizer, Protocol(str(text), seqlen=200, limit=2), base=model)
+    itself = measure(model, tokenizer, Protocol(str(text), seqlen=200, limit=2), base=model).to_json()
     assert itself["delta_nll"] == 0 and itself["kl_divergence"]["max"] == 0 and itself["top1_agreement"] == 1
 
 
@@ -127,7 +127,7 @@ def test_packed_equals_the_masked_dense_model_and_costs_little(tiny, artifact, t
     for _ in range(3):
         for name, which in (("packed", packed), ("dense", dense)):
             started = time.process_time()
-            results[name] = perplexity(which, tokenizer, protocol)
+            results[name] = measure(which, tokenizer, protocol).to_json()
             seconds[name].append(time.process_time() - started)
     assert results["packed"]["perplexity"] == pytest.approx(results["dense"]["perplexity"], rel=1e-3)
     assert min(seconds["packed"]) < 2.5 * min(seconds["dense"])
@@ -135,7 +135,9 @@ def test_packed_equals_the_masked_dense_model_and_costs_little(tiny, artifact, t
 
 def figures(path: str, group, base: str, text: str, kv: str, dtype=torch.float32, device: str = "cpu") -> dict:
     model, other = (tilepress.load(each, device, dtype, kv=each == path, group=group) for each in (path, base))
-    return perplexity(model, AutoTokenizer.from_pretrained(base), Protocol(text, seqlen=80, limit=2), other, kv=kv)
+    return measure(
+        model, AutoTokenizer.from_pretrained(base), Protocol(text, seqlen=80, limit=2), other, kv=kv
+    ).to_json()
 
 
 @pytest.mark.parametrize("kv", ["off", "sim", "decode"])
@@ -143,7 +145,7 @@ def test_ranks_find_what_one_process_finds(two, kv, tiny, artifact, text, tmp_pa
     path = artifact
     if kv != "off":
         path = tmp_path / "out"
-        run_recipe(KVRecipe(few_words(4, 64), bits=8), tiny, path)
+        run_recipe(KVCache(bits=8), tiny, path, text=few_words(4, 64))
     words = str(path), str(tiny), str(text), kv
     one, (ours, others) = figures(words[0], None, *words[1:]), two(figures, *words)
     assert ours == others and (ours["protocol"]["ranks"], one["protocol"]["ranks"]) == (2, 1)
@@ -224,11 +226,8 @@ def test_limit_reads_only_what_it_needs(tokenizer, text, ids):
 def test_requests_that_make_no_sense(model, tokenizer, text, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     for make, message in (
-        (
-            lambda: perplexity(model, tokenizer, Protocol(str(tmp_path / "short.txt"), seqlen=512)),
-            "less than one window",
-        ),
-        (lambda: perplexity(model, tokenizer, Protocol(str(text), seqlen=10_000)), "longer than the model's 4096"),
+        (lambda: measure(model, tokenizer, Protocol(str(tmp_path / "short.txt"), seqlen=512)), "less than one window"),
+        (lambda: measure(model, tokenizer, Protocol(str(text), seqlen=10_000)), "longer than the model's 4096"),
         (lambda: Protocol("x", "lm-eval"), "unknown"),
         (lambda: Protocol("x", seqlen=1), "nothing to score"),
         (lambda: Protocol("x", limit=0), "nothing to score"),
@@ -294,12 +293,12 @@ def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path,
         prune(tiny, path := tmp_path / "made", 0.5, kind)
     if bits:
         source, path = path, tmp_path / "packed"
-        run_recipe(KVRecipe(few_words(16, 256), bits=bits), source, path)
+        run_recipe(KVCache(bits=bits), source, path, text=few_words(16, 256))
     protocol, mode = Protocol(str(text), seqlen=256, limit=100), "decode" if bits else "off"
-    expected = perplexity(tilepress.load(path), tokenizer, protocol, kv=mode)
+    expected = measure(tilepress.load(path), tokenizer, protocol, kv=mode).to_json()
     refuse_all(monkeypatch)
     on_card = tilepress.load(path, device="cuda")
-    found = perplexity(on_card, tokenizer, protocol, kv=mode)
+    found = measure(on_card, tokenizer, protocol, kv=mode).to_json()
     differences = np.array(found["window_nll"]) - np.array(expected["window_nll"])
     error = differences.std(ddof=1) / math.sqrt(len(differences))
     assert error < 2e-3
@@ -310,7 +309,7 @@ def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path,
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["sim", "decode"])
 def test_two_cards_find_what_one_finds(two_cards, kv, tiny, text, tmp_path):
-    run_recipe(KVRecipe(few_words(4, 64), bits=8), tiny, tmp_path / "out")
+    run_recipe(KVCache(bits=8), tiny, tmp_path / "out", text=few_words(4, 64))
     words, how = (str(tiny), str(text), kv), {"dtype": torch.bfloat16, "device": "cuda"}
     one, (ours, others) = (
         figures(str(tmp_path / "out"), None, *words, **how),

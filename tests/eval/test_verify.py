@@ -196,7 +196,7 @@ def test_a_saved_again_model_is_verified_by_what_its_tensors_tell(artifact, tiny
 
 
 def test_inspect_reads_headers_and_manifest(artifact, tiny, cli):
-    found = inspect(Checkpoint(artifact))
+    found = inspect(artifact)
     rows = {row.name: row for row in found.rows}
     assert (
         rows[UP].sparsity == pytest.approx(0.6, abs=1e-5)

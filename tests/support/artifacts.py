@@ -4,14 +4,10 @@ from pathlib import Path
 
 import torch
 
-from tilepress import demo
-from tilepress.compress.kv.recipe import KVRecipe
-from tilepress.compress.prune.recipe import PruneRecipe
-from tilepress.compress.quantize.recipe import QuantizeRecipe
-from tilepress.compress.run.finish import finish
-from tilepress.compress.run.plan import Recipe, make_plan, open_output
-from tilepress.compress.run.shards import run_shards
-from tilepress.formats.checkpoint import Checkpoint, read_manifest
+import tilepress
+from tilepress import KVCache, Prune, Quantize, demo
+from tilepress.compress.run.plan import Recipe
+from tilepress.formats.checkpoint import read_manifest
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.runtime.hf import paged_cache as kv_cache
@@ -19,24 +15,22 @@ from tilepress.runtime.loader import load
 from tilepress.text import Text
 
 
-def run_recipe(recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False) -> dict:
-    """Writes an artifact through the library; returns the manifest."""
-    checkpoint = Checkpoint(source)
-    targets, left = recipe.find_targets(checkpoint)
-    recipe.check(checkpoint, targets, left)
-    plan = make_plan(checkpoint, output, recipe, targets, left)
-    if open_output(plan, resume, overwrite=False):
-        run_shards(plan, device=device)
-        return finish(plan)
+def run_recipe(
+    recipe: Recipe, source: Path, output: Path, device: str = "cpu", resume: bool = False, text: Text | None = None
+) -> dict:
+    """Write an artifact through the library; return the manifest."""
+    tilepress.compress(source, output, recipe, dataset=text, device=device, resume=resume)
     return read_manifest(output)
 
 
-def prune(source: Path, output: Path, sparsity: float = 0.6, format: str = "tiled-csl", **settings) -> dict:
-    return run_recipe(PruneRecipe(sparsity, format=format, **settings), source, output)
+def prune(
+    source: Path, output: Path, sparsity: float = 0.6, format: str = "tiled-csl", text: Text | None = None, **settings
+) -> dict:
+    return run_recipe(Prune(sparsity, format=format, **settings), source, output, text=text)
 
 
-def quantize(source: Path, output: Path, device: str = "cpu", **settings) -> dict:
-    return run_recipe(QuantizeRecipe(**settings), source, output, device)
+def quantize(source: Path, output: Path, device: str = "cpu", text: Text | None = None, **settings) -> dict:
+    return run_recipe(Quantize(**settings), source, output, device, text=text)
 
 
 def few_words(nsamples: int = 8, seqlen: int = 64, dataset: Path = demo.TEXT) -> Text:
@@ -62,5 +56,5 @@ ALONE = {  # what an artifact is made by, one after the other
     "int8 weights": (lambda source, out: quantize(source, out, activations="none"),),
     "dense": (),
 }
-PACKED = (lambda source, out: run_recipe(KVRecipe(few_words(4, 64)), source, out),)
+PACKED = (lambda source, out: run_recipe(KVCache(), source, out, text=few_words(4, 64)),)
 STACKED = ALONE | {f"{name}+kv4": (*steps, *PACKED) for name, steps in ALONE.items()}

@@ -18,7 +18,7 @@ os.dup2(2, 1)
 import pydantic.fields, torch, transformers.models.llama.modeling_llama
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from tilepress.cli import app
-import tilepress.compress.kv.recipe, tilepress.compress.prune.recipe, tilepress.compress.quantize.recipe, tilepress.compress.run.finish
+import tilepress.compress.run.api
 
 get_checkpoint_conversion_mapping("llama")  # it keeps what it makes, for every family
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from support.artifacts import run_recipe
 
 from tilepress.compress.run.plan import Recipe
+from tilepress.text import Text
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -33,14 +34,14 @@ def killed_before_each_rename(run: Callable[[Path], object], output: Path, monke
 
 
 def stop_anywhere_and_resume(
-    recipe: Recipe, source: Path, folder: Path, monkeypatch, look: Callable[[Path], None]
+    recipe: Recipe, source: Path, folder: Path, monkeypatch, look: Callable[[Path], None], text: Text | None = None
 ) -> int:
     """Every killed run, resumed, must give the bytes of the one that went on; `look` sees what was left. Returns how many."""
     whole = folder / "whole"
-    states = killed_before_each_rename(lambda output: run_recipe(recipe, source, output), whole, monkeypatch)
+    states = killed_before_each_rename(lambda output: run_recipe(recipe, source, output, text=text), whole, monkeypatch)
     for step, state in enumerate(states):
         look(state)
-        run_recipe(recipe, source, state, resume=True)
+        run_recipe(recipe, source, state, resume=True, text=text)
         assert digest(state) == digest(whole), f"killed before rename {step}"
         shutil.rmtree(state)
     return len(states)

@@ -1,4 +1,4 @@
-"""The flags that several commands share, and what their texts mean. One spelling each; torch only where a value needs it."""
+"""The flags that several commands share, and what their texts mean. Torch is imported only where a value needs it."""
 
 import dataclasses
 import functools
@@ -66,7 +66,6 @@ Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Blocks = Annotated[
     bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
 ]
-CALIBRATION_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ class Making:
     workers: ClassVar[int] = 1
     rank: ClassVar[int | None] = None
     world_size: ClassVar[int | None] = None
+    share: ClassVar[tuple[int, int]] = (0, 1)  # this worker, of how many
     device: Device = "auto"
     overwrite: Overwrite = False
     resume: Resume = False
@@ -88,7 +88,7 @@ class Making:
 
 @dataclass(frozen=True)
 class Writing(Making):
-    """Those of commands that write weights, alone or among several workers."""
+    """The flags of commands that write weights, alone or among several workers."""
 
     ignore: Ignore = None
     workers: Workers = 1
@@ -99,9 +99,13 @@ class Writing(Making):
     def ignored(self) -> tuple[str, ...]:
         return tuple(self.ignore or ("lm_head",))
 
+    @property
+    def share(self) -> tuple[int, int]:
+        return find_rank(self.rank, self.world_size)
+
 
 def takes(flags: type) -> Callable:
-    """Gives a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
+    """Give a command the fields of a dataclass as flags after its own; it gets them together as its argument `how`."""
     hints = get_type_hints(flags, include_extras=True)
     fields = dataclasses.fields(flags)
     hints = {field.name: hints[field.name] for field in fields}
@@ -126,44 +130,16 @@ def takes(flags: type) -> Callable:
     return decorate
 
 
-def calibration_text(
-    text_config: dict, dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int
-) -> "Text":
-    """What the flags of calibration ask for; what is not given has its default."""
+def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int) -> "Text":
+    """Return the text that the flags ask for; what is not given has its default."""
     from tilepress.text import Text
 
-    return Text(
-        CALIBRATION_TEXT if dataset is None else dataset,
-        128 if nsamples is None else nsamples,
-        default_seqlen(text_config) if seqlen is None else seqlen,
-        seed,
-    )
-
-
-def default_seqlen(text_config: dict) -> int:
-    """2048, or what the model's positions allow."""
-    from tilepress.text import max_positions
-
-    return min(2048, max_positions(text_config) or 2048)
-
-
-def parse_device(name: str) -> str:
-    """cpu, cuda or cuda:N as torch takes it; auto is the first card there is, else the CPU."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"--device {name} is no device to compute on", "use cpu, cuda or cuda:N")
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(number or 0) >= cards:
-        raise UsageError(f"--device {name}, but torch sees {cards} cards", "`tilepress env` shows what torch sees")
-    return name
+    given = {"dataset": dataset, "nsamples": nsamples, "seqlen": seqlen}
+    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed)
 
 
 def parse_dtype(name: str):
-    """The torch dtype of that name; None for auto."""
+    """Return the torch dtype of that name; None for auto."""
     import torch
 
     known = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -173,7 +149,7 @@ def parse_dtype(name: str):
 
 
 def parse_share(text: str) -> float:
-    """5% or 0.05; a bare number above 1 could mean either, so it is refused."""
+    """Read 5% or 0.05; a bare number above 1 could mean either, so it is refused."""
     try:
         percent = text.strip().endswith("%")
         value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
@@ -185,7 +161,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """0.6, or 0.5,0.6,0.7. Whether they are in range is the recipe's to say."""
+    """Read 0.6, or 0.5,0.6,0.7; the recipe says whether they are in range."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -195,7 +171,7 @@ def parse_sparsities(text: str) -> list[float]:
 
 
 def parse_list(text: str, what: str) -> list[int]:
-    """1,8,16."""
+    """Read whole numbers with commas: 1,8,16."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -205,8 +181,13 @@ def parse_list(text: str, what: str) -> list[int]:
     return values
 
 
+def parse_batches(text: str) -> "list[int | str]":
+    """Read numbers of sequences with commas, or `fit` for as many as the card holds: 1,8,fit."""
+    return ["fit" if part == "fit" else parse_list(part, "batch")[0] for part in text.split(",")]
+
+
 def parse_shape(text: str) -> tuple[int, int]:
-    """8192x4096."""
+    """Read rows and columns: 8192x4096."""
     try:
         rows, cols = (int(part) for part in text.lower().split("x"))
     except ValueError:
@@ -217,7 +198,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which worker this is: flags first, then what schedulers set."""
+    """Return which worker this is and how many there are: from the flags, else from what schedulers set."""
 
     def first(given: int | None, names: tuple[str, ...]) -> int | None:
         return (

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
-from tilepress.compress.run.plan import Recipe
+from tilepress.compress.run.plan import Inputs, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
 from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
+from tilepress.text import Text
 
 
 @dataclass(frozen=True)
-class ConvertRecipe(Recipe):
-    """Settings of `convert`. Raises UsageError for an unknown layout."""
+class Convert(Recipe):
+    """Change how weights are stored: the recipe of `tilepress convert`. Raises UsageError for an unknown layout."""
 
     to: str  # auto | tiled-csl | tiled-bitmap | dense
     ignore: tuple[str, ...] = ("lm_head",)
@@ -31,14 +32,13 @@ class ConvertRecipe(Recipe):
             raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(known)}")
         check_patterns(self.ignore)
 
-    def find_targets(
-        self, checkpoint: Checkpoint, trust_remote_code: bool = False
-    ) -> tuple[list[Target], list[LeftAlone]]:
+    def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
+        checkpoint = inputs.checkpoint
         if not layout_for(self.to).packed:
             if set(self.ignore) - {"lm_head"}:
                 raise UsageError("--ignore goes with sparse layouts: --to dense unpacks every weight", "leave it out")
             return packed_targets(checkpoint)
-        targets, left = find_targets(checkpoint, self.ignore, trust_remote_code, int8_bitmaps=True)
+        targets, left = find_targets(checkpoint, self.ignore, inputs.trust_remote_code, int8_bitmaps=True)
         if layout_for(self.to).keeps_codes:
             kept = [target for target in targets if target.weight.is_int8]
             left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]
@@ -50,13 +50,13 @@ class ConvertRecipe(Recipe):
                 )
         return targets, left
 
-    def settings(self) -> dict:
+    def settings(self, text: Text | None) -> dict:
         return {"to": self.to} | ({"ignore": list(self.ignore)} if layout_for(self.to).packed else {})
 
     def layout(self, target: Target) -> Layout:
         return layout_for(self.to)
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         if layout_for(self.to).packed:
             check_value_dtypes({target.name: target.dtype for target in targets})
 

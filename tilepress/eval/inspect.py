@@ -1,15 +1,16 @@
 """What a checkpoint or artifact holds, from headers and manifest alone: nothing is read that grows with the model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 
 from tilepress.formats import dtype_name
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.checkpoint import open_model
 
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One weight. What only a manifest can tell is None without one."""
+    """One weight of a model. What only a manifest can tell is None without one."""
 
     name: str
     layout: str  # its name
@@ -31,6 +32,8 @@ class WeightRow:
 
 @dataclass(frozen=True)
 class Inspection:
+    """What a model holds: sizes in bytes, counts in elements."""
+
     path: str
     architecture: str
     made_by: str | None  # command and settings, from the manifest
@@ -48,9 +51,14 @@ class Inspection:
     def elements(self) -> int:
         return sum(prod(row.shape) for row in self.rows)
 
+    def to_json(self) -> dict:
+        """Return what `inspect --json` prints, as a dictionary of plain values."""
+        return asdict(self) | {"bytes": self.bytes, "elements": self.elements}
 
-def inspect(checkpoint: Checkpoint) -> Inspection:
-    """Describes every weight of a dense or compressed checkpoint."""
+
+def inspect(model: str | Path, revision: str | None = None) -> Inspection:
+    """Describe every weight of a folder or hub id, dense or compressed. Raises TilepressError for what is no sound checkpoint."""
+    checkpoint = open_model(model, revision)
     manifest = checkpoint.manifest or {}
     records = {record["name"]: record for record in manifest.get("tensors", [])}
     chosen = {item["name"]: item for item in manifest.get("calibration", {}).get("pruned", [])}

@@ -8,22 +8,28 @@ comparable with each other, nor across tokenizers: that is what bits per byte is
 Log-softmax is computed in float32 and sums in float64. Errors are standard errors over windows (windows are what is nearly
 independent, tokens are not); against a base they are paired, which removes the text's own variance.
 
-Ranks that share a model (runtime/parallel.py) run the same windows together, and each has all logits and all figures.
+Ranks that share a model (runtime/parallel) run the same windows together, and each has all logits and all figures.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilepress.device import find_device
 from tilepress.formats import TilepressError, UsageError, dtype_name
+from tilepress.formats.checkpoint import open_model
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
-from tilepress.text import check_vocabulary, check_window, token_ids
+from tilepress.runtime.loader import load, paths
+from tilepress.runtime.parallel.group import TensorParallel
+from tilepress.text import EVALUATION, check_vocabulary, check_window, default_seqlen, load_tokenizer, token_ids
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 _MOST_DECODED = 16  # windows at a time
@@ -83,6 +89,60 @@ class Protocol:
         return spans[: self.limit]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What one model scores: errors are standard errors over windows, None for a single window."""
+
+    perplexity: float
+    perplexity_stderr: float | None
+    nll: float  # mean negative log-likelihood of a token, nats
+    nll_stderr: float | None
+    bits_per_byte: float  # of text: comparable across tokenizers
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a model is from its base, on the same windows; errors are paired."""
+
+    base: Scores
+    delta_nll: float  # nats a token
+    delta_nll_stderr: float | None
+    kl_divergence: dict[str, float | None]  # of base || model, nats: mean, stderr, p99, max
+    top1_agreement: float  # share of tokens for which both name the same most likely one
+    top1_agreement_stderr: float | None
+
+
+@dataclass(frozen=True)
+class PerplexityResult(Scores):
+    """The scores of a model with all that decided them, and how it compares with a base."""
+
+    tokens: int  # that were scored
+    windows: int
+    window_nll: list[float]
+    protocol: dict  # settings of the measurement, and where and how it ran
+    kv_cache: dict | None = None  # of a model with a calibrated cache: how it was measured
+    comparison: Comparison | None = None
+    model: str | None = None
+    base_model: str | None = None
+    paths: dict[str, int] | None = None  # which implementation served how many layers
+    base_paths: dict[str, int] | None = None
+    seconds: float | None = None
+
+    def to_json(self) -> dict:
+        """Return what `eval perplexity --json` prints, as a dictionary of plain values."""
+        own = [*Scores.__dataclass_fields__, "tokens", "windows", "window_nll", "protocol"]
+        found = {name: getattr(self, name) for name in own}
+        if self.kv_cache is not None:
+            found["kv_cache"] = self.kv_cache
+        if self.comparison is not None:
+            found |= asdict(self.comparison)
+        if self.model is not None:
+            found = {"model": self.model, **found, "paths": self.paths, "seconds": self.seconds}
+        if self.base_model is not None:
+            found["base"] = {"model": self.base_model, **found["base"], "paths": self.base_paths}
+        return found
+
+
 class WindowSums:
     """Sums of a per-token quantity by window: their mean over tokens and its standard error over windows."""
 
@@ -128,23 +188,70 @@ def divergence(base: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def perplexity(
+    model: str | Path,
+    dataset: str | Path = EVALUATION,
+    *,
+    base: str | Path | None = None,
+    recipe: str = "gptq",
+    seqlen: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    kv: str = "auto",
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    group: TensorParallel | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> PerplexityResult:
+    """Measure a model's perplexity on a text, and with `base` how far it is from that model, window by window.
+
+    model, base  folders or hub ids, dense or artifacts
+    dataset      a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]
+    recipe       "gptq": windows without overlap, as papers report; "strided": overlapping by all but `stride` tokens (a quarter of seqlen)
+    seqlen       tokens of a window; unless given 2048, or what the model's positions allow
+    limit        windows at most
+    kv           what a calibrated attention cache does: see `measure`
+    dtype        of activations and dense weights; "auto": the checkpoint's
+    group        the ranks that share both models, each of which calls this with the same arguments and gets the same
+    progress     called with "window", windows done, and windows in all
+
+    Raises UsageError for a text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
+    """
+    checkpoint = open_model(model, revision)
+    length = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
+    protocol = Protocol(str(dataset), recipe, length, stride, limit)
+    options = {"device": find_device(device), "dtype": dtype, "trust_remote_code": trust_remote_code, "group": group}
+    started = time.monotonic()
+    subject = load(str(checkpoint.path), **options)
+    other = None if base is None else load(str(base), kv=False, **options)
+    found = measure(subject, load_tokenizer(checkpoint.path, trust_remote_code), protocol, other, progress, kv)
+    mode = "cache" if found.protocol["kv"] == "decode" else found.protocol["kv"]
+    return replace(
+        found,
+        model=str(model),
+        base_model=None if base is None else str(base),
+        paths=paths(subject, mode),
+        base_paths=None if base is None else paths(other),
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def measure(
     model,
     tokenizer,
     protocol: Protocol,
     base=None,
     progress: Progress = lambda what, done, total: None,
     kv: str = "auto",
-) -> dict:
-    """Scores a transformers causal language model, and with `base` compares the two on the same windows.
+) -> PerplexityResult:
+    """Score a loaded transformers causal language model, and with `base` compare the two on the same windows.
 
     `kv` is what a model with a calibrated attention cache does: `sim` quantizes and dequantizes all keys and values of an ordinary forward
     pass, `decode` sends every window through the packed cache (half of it at once, then token by token) and tells how far `sim` is from
     that, `off` leaves them alone; `auto` is `sim` where there is a calibration. The base is always run without.
 
-    Of models that ranks share, every rank calls it with the same arguments, and gets the same.
-
-    Returns the object that `eval perplexity --json` prints. Raises UsageError for a
-    text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
+    Of models that ranks share, every rank calls it with the same arguments, and gets the same. Raises what `perplexity` raises.
     """
     _check_fit(model, base, protocol)
     kv = _cache_mode(model, kv)
@@ -191,16 +298,30 @@ def perplexity(
     progress("window", len(spans), len(spans))
     tokens = sum(nll.counts)
     bits = tokens / max(scored_bytes, 1) / math.log(2)  # of one nat a token, for each byte of text
-    result = {
-        "perplexity": math.exp(nll.mean),
-        "perplexity_stderr": _times(math.exp(nll.mean), nll.stderr),
-        "nll": nll.mean,
-        "nll_stderr": nll.stderr,
-        "bits_per_byte": nll.mean * bits,
-        "tokens": tokens,
-        "windows": len(spans),
-        "window_nll": [total / count for total, count in zip(nll.sums, nll.counts, strict=True)],
-        "protocol": asdict(protocol)
+    cache = None
+    if kv != "off":
+        cache = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.form.name}
+    if kv == "decode":
+        others = math.exp(simulated.mean)
+        cache |= {"sim_perplexity": others, "decode_over_sim": math.exp(nll.mean) / others - 1}
+    comparison = None
+    if base is not None:
+        every = torch.cat(kl_of_tokens).double().numpy()
+        extremes = {"p99": float(np.quantile(every, 0.99)), "max": float(every.max())}
+        comparison = Comparison(
+            _scores(base_nll, bits),
+            delta.mean,
+            delta.stderr,
+            {"mean": kl.mean, "stderr": kl.stderr} | extremes,
+            same.mean,
+            same.stderr,
+        )
+    return PerplexityResult(
+        **vars(_scores(nll, bits)),
+        tokens=tokens,
+        windows=len(spans),
+        window_nll=[total / count for total, count in zip(nll.sums, nll.counts, strict=True)],
+        protocol=asdict(protocol)
         | {
             "joiner": "\n\n",
             "bos": bool(ids) and ids[0] == tokenizer.bos_token_id,
@@ -213,38 +334,16 @@ def perplexity(
             "vocabulary": model.config.get_text_config().vocab_size,
             "kv": kv,
         },
-    }
-    if kv != "off":
-        result["kv_cache"] = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.form.name}
-    if kv == "decode":
-        others = math.exp(simulated.mean)
-        result["kv_cache"] |= {"sim_perplexity": others, "decode_over_sim": math.exp(nll.mean) / others - 1}
-    if base is not None:
-        every = torch.cat(kl_of_tokens).double().numpy()
-        result |= {
-            "base": {
-                "perplexity": math.exp(base_nll.mean),
-                "perplexity_stderr": _times(math.exp(base_nll.mean), base_nll.stderr),
-                "nll": base_nll.mean,
-                "nll_stderr": base_nll.stderr,
-                "bits_per_byte": base_nll.mean * bits,
-            },
-            "delta_nll": delta.mean,
-            "delta_nll_stderr": delta.stderr,
-            "kl_divergence": {
-                "mean": kl.mean,
-                "stderr": kl.stderr,
-                "p99": float(np.quantile(every, 0.99)),
-                "max": float(every.max()),
-            },
-            "top1_agreement": same.mean,
-            "top1_agreement_stderr": same.stderr,
-        }
-    return result
+        kv_cache=cache,
+        comparison=comparison,
+    )
 
 
-def _times(factor: float, stderr: float | None) -> float | None:
-    return None if stderr is None else factor * stderr
+def _scores(nll: WindowSums, bits: float) -> Scores:
+    """Return the scores of summed losses; `bits` are those of one nat a token, for each byte of text."""
+    value = math.exp(nll.mean)
+    error = None if nll.stderr is None else value * nll.stderr
+    return Scores(value, error, nll.mean, nll.stderr, nll.mean * bits)
 
 
 def _cache_mode(model, kv: str) -> str:

@@ -7,83 +7,124 @@ stopped sweep goes on.
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tilepress.compress.prune.recipe import PruneRecipe
-from tilepress.compress.run.finish import finish
-from tilepress.compress.run.plan import make_plan, open_output
-from tilepress.compress.run.shards import run_shards
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.compress.prune.recipe import Prune
+from tilepress.compress.run.api import compress, text_for
+from tilepress.device import find_device
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, to_json, write_atomic
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint
+from tilepress.formats.checkpoint import MANIFEST_NAME, open_model
 from tilepress.runtime.loader import load
+from tilepress.text import EVALUATION, Text, default_seqlen, load_tokenizer
 
 FILES = ("sweep.json", "sweep.md", "sweep.svg")
 _MARKS = {WORK_FOLDER, MANIFEST_NAME}  # of an artifact, finished or not
 _WIDTH, _HEIGHT, _MARGIN = 420, 300, 56
 
 
+@dataclass(frozen=True)
+class Row:
+    """What one sparsity costs: sizes in bytes of stored weights, divergence in nats a token."""
+
+    sparsity_asked: float
+    sparsity: float
+    bytes: int
+    source_bytes: int
+    perplexity: float
+    base_perplexity: float
+    times_dense: float  # perplexity over the base's
+    kl_divergence: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Rows by ascending sparsity, and what they were measured with."""
+
+    source: str
+    protocol: dict
+    settings: list[dict]
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict:
+        """Return what `sweep.json` holds and `--sweep --json` prints."""
+        return asdict(self) | {"rows": [asdict(row) for row in self.rows]}
+
+
 def sweep(
-    checkpoint: Checkpoint,
-    recipes: list[PruneRecipe],
-    protocol: Protocol,
-    output: Path,
-    device: str,
-    resume: bool,
-    overwrite: bool,
-    progress: Callable[[str, int, int], None],
-    tokenizer,
-) -> dict:
-    """Rows by ascending sparsity, written to `output` as table and drawing. Raises UsageError where something else is in the way."""
-    identity = {
-        "source": checkpoint.name,
-        "protocol": protocol.__dict__,
-        "settings": [{k: v for k, v in recipe.settings().items() if k != "sparsity"} for recipe in recipes[:1]],
-    }
-    rows = _rows_so_far(output, identity, resume, overwrite)
-    trust = recipes[0].trust_remote_code
+    model: str | Path,
+    output: str | Path,
+    recipes: Sequence[Prune],
+    *,
+    dataset: str | Path | Text | None = None,
+    evaluate_on: str | Path = EVALUATION,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Sweep:
+    """Measure what each of several recipes costs that differ in sparsity alone, and write a table, a drawing and the rows to `output`.
+
+    `dataset` is the text that the recipes read, `evaluate_on` the text to measure on; the rest is as in `tilepress.compress`. Raises
+    UsageError where something else is in the way, and what `compress` raises."""
+    checkpoint, output, device = open_model(model, revision), Path(output), find_device(device)
+    text = text_for(recipes[0], dataset, checkpoint)
+    protocol = Protocol(str(evaluate_on), "gptq", default_seqlen(checkpoint.text_config))
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
+    settings = {key: value for key, value in recipes[0].settings(text).items() if key != "sparsity"}
+    identity = {"source": checkpoint.name, "protocol": asdict(protocol), "settings": [settings]}
+    rows = [Row(**row) for row in _rows_so_far(output, identity, resume, overwrite)]
+    options = {"device": device, "kv": False, "trust_remote_code": trust_remote_code}
     base = None
     for done, recipe in enumerate(sorted(recipes, key=lambda recipe: recipe.sparsity)):
-        if any(row["sparsity_asked"] == recipe.sparsity for row in rows):
+        if any(row.sparsity_asked == recipe.sparsity for row in rows):
             continue
         what = f"{recipe.method} {recipe.sparsity:.0%}"
         progress(what, done, len(recipes))
         folder = output / f"sparsity-{recipe.sparsity:g}"  # the artifact that is measured
-        targets, left = recipe.find_targets(checkpoint, trust)
-        recipe.check(checkpoint, targets, left)
-        plan = make_plan(checkpoint, folder, recipe, targets, left)
-        if open_output(plan, resume and folder.exists(), False):
-            run_shards(
-                plan, device=device, progress=lambda item, _, d=done, w=what: progress(f"{w}: {item}", d, len(recipes))
-            )
-            finish(plan)
-        made = plan.outcome()
-        base = base or load(str(checkpoint.path), device=device, kv=False, trust_remote_code=trust)
-        subject = load(str(folder), device=device, kv=False, trust_remote_code=trust)
-        found = perplexity(subject, tokenizer, protocol, base)
-        rows.append(
-            {
-                "sparsity_asked": recipe.sparsity,
-                "sparsity": made["sparsity"],
-                "bytes": made["bytes"],
-                "source_bytes": made["source_bytes"],
-                "perplexity": found["perplexity"],
-                "base_perplexity": found["base"]["perplexity"],
-                "times_dense": found["perplexity"] / found["base"]["perplexity"],
-                "kl_divergence": found["kl_divergence"]["mean"],
-                "top1_agreement": found["top1_agreement"],
-            }
+
+        def report(item: str, *_, done=done, what=what) -> None:
+            progress(f"{what}: {item}", done, len(recipes))
+
+        made = compress(
+            checkpoint.path,
+            folder,
+            recipe,
+            dataset=text,
+            device=device,
+            resume=resume and folder.exists(),
+            trust_remote_code=trust_remote_code,
+            progress=report,
         )
-        told = identity | {"rows": rows}
+        base = base or load(str(checkpoint.path), **options)
+        found = measure(load(str(folder), **options), tokenizer, protocol, base)
+        dense = found.comparison.base.perplexity
+        rows.append(
+            Row(
+                recipe.sparsity,
+                made.sparsity,
+                made.bytes,
+                made.source_bytes,
+                found.perplexity,
+                dense,
+                found.perplexity / dense,
+                found.comparison.kl_divergence["mean"],
+                found.comparison.top1_agreement,
+            )
+        )
+        told = identity | {"rows": [asdict(row) for row in rows]}
         write_atomic(output / FILES[0], to_json(told | {"measured": folder.name}), output)
         _remove(folder)
         write_atomic(output / FILES[0], to_json(told), output)
-    method = recipes[0].method
-    result = identity | {"rows": sorted(rows, key=lambda row: row["sparsity_asked"])}
-    write_atomic(output / FILES[1], markdown(result["rows"], method, protocol).encode(), output)
-    write_atomic(output / FILES[2], drawing(result["rows"], method).encode(), output)
+    result = Sweep(**identity, rows=tuple(sorted(rows, key=lambda row: row.sparsity_asked)))
+    write_atomic(output / FILES[1], markdown(result.rows, recipes[0].method, protocol).encode(), output)
+    write_atomic(output / FILES[2], drawing(result.rows, recipes[0].method).encode(), output)
     return result
 
 
@@ -119,17 +160,17 @@ def _rows_so_far(output: Path, identity: dict, resume: bool, overwrite: bool) ->
     return before["rows"]
 
 
-def cells(rows: list[dict]) -> list[list[str]]:
+def cells(rows: Sequence[Row]) -> list[list[str]]:
     """A row a sparsity, as text."""
     return [
         [
-            f"{row['sparsity']:.2%}",
-            f"{row['bytes'] / 1e6:.2f} MB",
-            f"{row['bytes'] / row['source_bytes']:.1%}",
-            f"{row['perplexity']:.4f}",
-            f"{row['times_dense']:.3f}",
-            f"{row['kl_divergence']:.4f}",
-            f"{row['top1_agreement']:.2%}",
+            f"{row.sparsity:.2%}",
+            f"{row.bytes / 1e6:.2f} MB",
+            f"{row.bytes / row.source_bytes:.1%}",
+            f"{row.perplexity:.4f}",
+            f"{row.times_dense:.3f}",
+            f"{row.kl_divergence:.4f}",
+            f"{row.top1_agreement:.2%}",
         ]
         for row in rows
     ]
@@ -138,14 +179,14 @@ def cells(rows: list[dict]) -> list[list[str]]:
 HEAD = ["zeros", "weights", "of dense", "perplexity", "times dense", "KL divergence", "same top token"]
 
 
-def markdown(rows: list[dict], method: str, protocol: Protocol) -> str:
-    text = f"{protocol.dataset}, windows of {protocol.seqlen} tokens; dense: {rows[0]['base_perplexity']:.4f}"
+def markdown(rows: Sequence[Row], method: str, protocol: Protocol) -> str:
+    text = f"{protocol.dataset}, windows of {protocol.seqlen} tokens; dense: {rows[0].base_perplexity:.4f}"
     lines = [f"# {method}: what each sparsity costs", "", text, ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells(rows)), ""])
 
 
-def drawing(rows: list[dict], method: str) -> str:
+def drawing(rows: Sequence[Row], method: str) -> str:
     """An SVG: perplexity over dense, and KL divergence, against bytes; both logarithmic upwards."""
     panels = [
         _panel(rows, "times_dense", "perplexity / dense", 0),
@@ -159,8 +200,8 @@ def drawing(rows: list[dict], method: str) -> str:
     )
 
 
-def _panel(rows: list[dict], key: str, title: str, left: int) -> str:
-    xs, ys = [row["bytes"] for row in rows], [math.log10(max(row[key], 1e-9)) for row in rows]
+def _panel(rows: Sequence[Row], key: str, title: str, left: int) -> str:
+    xs, ys = [row.bytes for row in rows], [math.log10(max(getattr(row, key), 1e-9)) for row in rows]
     low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -171,7 +212,7 @@ def _panel(rows: list[dict], key: str, title: str, left: int) -> str:
     points = [place(x, y) for x, y in zip(xs, ys, strict=True)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     marks = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f5fa8"/><text x="{x + 6:.1f}" y="{y - 6:.1f}">{row["sparsity"]:.0%}: {row[key]:.3g}</text>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f5fa8"/><text x="{x + 6:.1f}" y="{y - 6:.1f}">{row.sparsity:.0%}: {getattr(row, key):.3g}</text>'
         for (x, y), row in zip(points, rows, strict=True)
     ]
     floor, wall, right = _HEIGHT - _MARGIN, left + _MARGIN, left + _WIDTH - _MARGIN

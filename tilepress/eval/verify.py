@@ -16,6 +16,7 @@ from tilepress.formats.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
     Weight,
+    locate,
     read_header,
     read_manifest,
 )
@@ -38,16 +39,51 @@ class Check:
         return not self.findings
 
 
-def verify(
-    path: Path, base: Path | None = None, reload: bool = True, progress: Progress = lambda what, done, total: None
-) -> list[Check]:
-    """Checks a finished artifact: files and hashes, headers and index, packed words, declared counts, `base`, loading.
+@dataclass(frozen=True)
+class Verification:
+    """Everything that was checked of an artifact."""
 
-    A folder that `save_pretrained` wrote has no manifest: it is checked as far as its tensors tell. Returns every check with its
-    findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
+    path: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict:
+        """Return what `verify --json` prints, as a dictionary of plain values."""
+        checks = [
+            {
+                "name": check.name,
+                "looked_at": check.looked_at,
+                "passed": check.passed,
+                "findings": list(check.findings),
+                "notes": list(check.notes),
+            }
+            for check in self.checks
+        ]
+        return {"path": self.path, "passed": self.passed, "checks": checks}
+
+
+def verify(
+    path: str | Path,
+    base: str | Path | None = None,
+    *,
+    reload: bool = True,
+    progress: Progress = lambda what, done, total: None,
+) -> Verification:
+    """Check a finished artifact: files and hashes, headers and index, packed words, declared counts, and loading (`reload`).
+
+    With `base`, a folder or hub id, every kept value is compared with that model's. A folder that `save_pretrained` wrote has no manifest: it
+    is checked as far as its tensors tell. `progress` is called with what is at hand, how many are done, and how many there are.
+    Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
     """
+    found = _checks(Path(path), None if base is None else Checkpoint(locate(str(base))), reload, progress)
+    return Verification(str(path), tuple(found))
+
+
+def _checks(path: Path, source: Checkpoint | None, reload: bool, progress: Progress) -> list[Check]:
     declared = (path / MANIFEST_NAME).exists()
-    source = Checkpoint(base) if base else None
     if not declared and not _has_packed(path) and not (path / kv_calibration.FOLDER).exists():
         raise TilepressError(
             f"{path} has no {MANIFEST_NAME} and no packed weight",

@@ -383,6 +383,12 @@ def locate(model: str, revision: str | None = None, **options) -> Path:
         ) from error
 
 
+def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
+    """Open a local folder or a hub id; a model of the hub keeps its id as its name. Raises what `locate` and `Checkpoint` raise."""
+    path = locate(str(model), revision)
+    return Checkpoint(path, name=None if Path(model).expanduser() == path else str(model))
+
+
 # Buffers that old checkpoints store and models compute themselves: masks, rotary frequencies, position ids.
 COMPUTED_BUFFER = re.compile(r"\.(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$")
 

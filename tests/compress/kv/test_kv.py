@@ -4,22 +4,22 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.artifacts import few_words, prune, quantize, run_recipe, with_cache
 from support.families import byte_tokenizer
-from support.interruption import stop_anywhere_and_resume
+from support.interruption import digest, killed_before_each_rename, stop_anywhere_and_resume
 from support.outliers import add_key_outliers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress import demo
-from tilepress.compress.kv import search as kv_search
+from tilepress import KVCache, demo
+from tilepress.compress.kv import calibration, search as kv_search
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
-from tilepress.compress.kv.recipe import KVRecipe
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partia
 
 
 def calibrate(source, output, text=None, **settings):
-    return run_recipe(KVRecipe(text or few_words(4, 64), **settings), source, output)
+    return run_recipe(KVCache(**settings), source, output, text=text or few_words(4, 64))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def calibrated(tmp_path_factory, checkpoint_of):
 
 def divergence_from(base, model, text, kv="sim", limit=3):
     dense = tilepress.load(base, dtype=torch.float32, kv=False)
-    scores = perplexity(
+    scores = measure(
         model, AutoTokenizer.from_pretrained(base), Protocol(str(text), "gptq", 512, None, limit), dense, kv=kv
-    )
+    ).to_json()
     return scores["kl_divergence"]["mean"], scores["perplexity"] / scores["base"]["perplexity"] - 1
 
 
@@ -93,7 +93,7 @@ def test_static_ranges_hold_beyond_the_calibrated_positions(tiny, tmp_path, halv
 def test_every_family(checkpoint_of, tmp_path, family, settings):
     source = checkpoint_of(family)
     manifest = calibrate(source, tmp_path / "out", **settings)
-    assert [f for check in verify(tmp_path / "out", source) for f in check.findings] == []
+    assert [f for check in verify(tmp_path / "out", source).checks for f in check.findings] == []
     told, shape = manifest["kv_cache"], attention_shape(Checkpoint(source))
     assert len(told["report"]) == shape.layers == 2
     assert told["bytes_per_token_bfloat16"] == 2 * 2 * shape.kv_heads * shape.head_dim * 2
@@ -247,7 +247,7 @@ def test_weights_are_linked_and_other_commands_leave_the_calibration_behind(chec
         ).code
         == 0
     )
-    assert all(check.passed for check in verify(tmp_path / "again"))
+    assert verify(tmp_path / "again").passed
 
 
 @pytest.mark.parametrize("first", ["prune", "quantize"])
@@ -255,7 +255,7 @@ def test_it_stacks(checkpoint_of, tmp_path, first):
     source = checkpoint_of("llama")
     (prune if first == "prune" else quantize)(source, tmp_path / "one")
     calibrate(tmp_path / "one", tmp_path / "two")
-    assert [f for check in verify(tmp_path / "two") for f in check.findings] == []
+    assert [f for check in verify(tmp_path / "two").checks for f in check.findings] == []
     assert (
         Checkpoint(tmp_path / "two").config["quantization_config"]
         == Checkpoint(tmp_path / "one").config["quantization_config"]
@@ -277,7 +277,37 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
                 tilepress.load(output)
 
     source = checkpoint_of("llama", shard_size="1MB")
-    assert stop_anywhere_and_resume(KVRecipe(few_words(2, 32)), source, tmp_path, monkeypatch, nothing_loads) > 5
+    assert stop_anywhere_and_resume(KVCache(), source, tmp_path, monkeypatch, nothing_loads, few_words(2, 32)) > 10
+
+
+@pytest.mark.parametrize("rotation", ["auto", "none"])
+def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, rotation):
+    source, whole = checkpoint_of("llama", num_hidden_layers=3), tmp_path / "whole"
+    run = partial(run_recipe, KVCache(rotation=rotation), source, text=few_words(4, 64))
+    states = killed_before_each_rename(run, whole, monkeypatch)
+    searched, choose = [], calibration.choose
+    monkeypatch.setattr(calibration, "choose", lambda seen, *rest: searched.append(seen.name) or choose(seen, *rest))
+    # Before the renames: the plan, then each layer's tensors and facts, and the facts of all.
+    for step, layers in ((1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 0), (8, 0)):
+        searched.clear()
+        run(states[step], resume=True)
+        assert [f"model.layers.{n}" for n in range(3 - layers, 3)] == list(dict.fromkeys(searched)), step
+        assert digest(states[step]) == digest(whole), step
+
+
+def test_a_search_in_another_text_is_not_taken(checkpoint_of, tmp_path, monkeypatch):
+    words = tmp_path / "text.txt"
+    before = demo.TEXT.read_text()
+    words.write_text(before)
+    run = partial(run_recipe, KVCache(), checkpoint_of("llama"), text=few_words(4, 64, words))
+    states = killed_before_each_rename(run, tmp_path / "whole", monkeypatch)
+    half, done = states[3], states[6]
+    words.write_text(before[500:])
+    with pytest.raises(UsageError, match="have changed since"):
+        run(done, resume=True)
+    run(half, resume=True)
+    run(tmp_path / "other")
+    assert digest(half) == digest(tmp_path / "other") != digest(tmp_path / "whole")
 
 
 def test_the_command(checkpoint_of, tmp_path, cli):

@@ -8,9 +8,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tilepress.compress.layers.groups import Group, apply, find_groups
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.quantize import smoothing
-from tilepress.compress.quantize.smoothing import Group, exact_factors, find_groups, smooth_factors
+from tilepress.compress.quantize.smoothing import exact_factors, smooth_factors
 from tilepress.compress.run.targets import find_targets
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint, linear_shape
@@ -144,7 +144,7 @@ def test_folding_leaves_the_float_model_unchanged(checkpoint_of, family, dtype):
                 factors = torch.exp(4 * torch.rand(channels, generator=generator) - 2)
                 if (norm := modules[group.producer]).weight.dim() == 1:
                     factors = exact_factors(factors, norm.weight, dtype, norm_offset(norm))
-                smoothing.apply(group, modules, factors)
+                apply(group, modules, factors)
                 folds += 1
         after = model(IDS[None]).logits
     assert folds >= 2

@@ -16,16 +16,17 @@ from support.interruption import digest, killed_before_each_rename
 from transformers import AutoTokenizer
 
 import tilepress
-from tilepress import demo
-from tilepress.compress.layers import stream as stream_module
+from tilepress import Prune, demo
+from tilepress.compress.layers import stream as stream_module, walk
+from tilepress.compress.layers.groups import watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.moments import Moments
 from tilepress.compress.layers.stream import Stream
 from tilepress.compress.prune import layer_pruning, survey
-from tilepress.compress.prune.recipe import PruneRecipe
+from tilepress.compress.prune.settings import METHODS
 from tilepress.compress.run.targets import find_targets
 from tilepress.eval import sweep
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
@@ -49,14 +50,14 @@ def check_zeros(source, output, sparsity, manifest):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
-@pytest.mark.parametrize("method", layer_pruning.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_zeros_are_exact_in_every_family(checkpoint_of, tmp_path, family, method):
     source = checkpoint_of(family, torch.float32)
     manifest = prune(source, tmp_path / "out", 0.537, format="dense", method=method, text=TEXT)
     check_zeros(source, tmp_path / "out", 0.537, manifest)
     saw = {item["method"] for item in manifest["calibration"]["pruned"]}
     assert method in saw and saw <= {method, "magnitude"}
-    assert all(check.passed for check in verify(tmp_path / "out", source))
+    assert verify(tmp_path / "out", source).passed
 
 
 @pytest.mark.parametrize("allocation", ["owl", "auto"])
@@ -78,7 +79,7 @@ def test_allocations_are_exact_and_told(checkpoint_of, tmp_path, family, allocat
 
 def measured(folder, text) -> float:
     model, protocol = tilepress.load(folder, dtype=torch.float32), Protocol(str(text), seqlen=512, limit=12)
-    return perplexity(model, AutoTokenizer.from_pretrained(folder), protocol)["perplexity"]
+    return measure(model, AutoTokenizer.from_pretrained(folder), protocol).perplexity
 
 
 def test_better_methods_are_better(tiny, halves, tmp_path):
@@ -125,38 +126,36 @@ def test_a_later_layer_gets_what_the_pruned_ones_make(checkpoint_of, tmp_path):
 
 def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama", shard_size="10MB")
-    recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
-    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
-    run_recipe(recipe, source, tmp_path / "again")
+    recipe, text = Prune(0.5, method="sparsegpt", format="tiled-bitmap", allocation="auto"), TEXT
+    states = killed_before_each_rename(
+        lambda out: run_recipe(recipe, source, out, text=text), tmp_path / "whole", monkeypatch
+    )
+    run_recipe(recipe, source, tmp_path / "again", text=text)
     expected = digest(tmp_path / "whole")
     assert digest(tmp_path / "again") == expected
     for step in (2, 4, 5, 6, 8):
-        run_recipe(recipe, source, states[step], resume=True)
+        run_recipe(recipe, source, states[step], resume=True, text=text)
         assert digest(states[step]) == expected, step
-    other = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=few_words(7, 64))
-    run_recipe(other, source, tmp_path / "other")
+    other = Prune(0.5, method="sparsegpt", format="tiled-bitmap")
+    run_recipe(other, source, tmp_path / "other", text=few_words(7, 64))
     assert digest(tmp_path / "other") != expected
 
 
 @pytest.mark.parametrize("allocation", ["owl", "auto"])
 def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, allocation):
     source = checkpoint_of("llama", num_hidden_layers=3)
-    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(4, 64), allocation=allocation)
-    run_recipe(recipe, source, tmp_path / "whole")
-    monkeypatch.setattr(survey, "SAVE_EVERY_S", 0.0)
-    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "saving", monkeypatch)
-    looked, look = [], survey._survey_layer
-    monkeypatch.setattr(survey, "_survey_layer", lambda model, *rest: looked.append(rest[0]) or look(model, *rest))
-    for step, layers in (
-        (2, 3),
-        (3, 2),
-        (4, 2),
-        (5, 1),
-        (7, 0),
-        (8, 0),
-    ):  # before it: the plan and a pair of files a layer
+    recipe, text = Prune(0.5, method="wanda", format="dense", allocation=allocation), few_words(4, 64)
+    run_recipe(recipe, source, tmp_path / "whole", text=text)
+    monkeypatch.setattr(walk, "KEEP_EVERY_S", 0.0)
+    states = killed_before_each_rename(
+        lambda out: run_recipe(recipe, source, out, text=text), tmp_path / "saving", monkeypatch
+    )
+    looked, look = [], survey._Survey.visit
+    monkeypatch.setattr(survey._Survey, "visit", lambda self, layer: looked.append(layer) or look(self, layer))
+    # Before the renames: the plan, then each layer's tensors, facts and streams, and the facts of all.
+    for step, layers in ((2, 3), (3, 3), (4, 2), (6, 2), (7, 1), (9, 1), (10, 0), (11, 0), (12, 0)):
         looked.clear()
-        run_recipe(recipe, source, states[step], resume=True)
+        run_recipe(recipe, source, states[step], resume=True, text=text)
         assert len(looked) == layers and digest(states[step]) == digest(tmp_path / "whole"), step
 
 
@@ -164,15 +163,16 @@ def test_an_allocation_of_another_text_is_not_taken(checkpoint_of, tmp_path, mon
     source, words = checkpoint_of("llama"), tmp_path / "text.txt"
     before = demo.TEXT.read_text()
     words.write_text(before)
-    recipe = PruneRecipe(0.5, method="wanda", format="dense", text=few_words(8, 128, words), allocation="owl")
-    states = killed_before_each_rename(lambda out: run_recipe(recipe, source, out), tmp_path / "whole", monkeypatch)
-    assert (states[3] / ".tilepress" / "allocation.json").exists()
+    recipe, text = Prune(0.5, method="wanda", format="dense", allocation="owl"), few_words(8, 128, words)
+    run = partial(run_recipe, recipe, source, text=text)
+    states = killed_before_each_rename(run, tmp_path / "whole", monkeypatch)
+    state = next(state for state in states if (state / ".tilepress" / "allocation.json").exists())
     words.write_text(before[500:])
     with pytest.raises(UsageError, match="have changed since"):
-        run_recipe(recipe, source, states[3], resume=True)
+        run(state, resume=True)
     words.write_text(before)
-    run_recipe(recipe, source, states[3], resume=True)
-    assert digest(states[3]) == digest(tmp_path / "whole")
+    run(state, resume=True)
+    assert digest(state) == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon", "diffllama", "mixtral"])
@@ -216,9 +216,7 @@ def test_what_ends_in_a_pruned_linear_layer_runs_from_there(checkpoint_of, monke
         stream.find_ends(hidden[0])
         module.mlp.gate_proj.register_forward_hook(lambda *_: runs.append("gate"))
         for i in range(2):
-            with layer_pruning.watch_inputs(
-                stream.modules, [path], partial(lambda i, path, x: stream.saw(path, i, x), i)
-            ):
+            with watch_inputs(stream.modules, [path], partial(lambda i, path, x: stream.saw(path, i, x), i)):
                 stream.run(i)
         module.mlp.down_proj.weight.data.mul_(2)
         expected = [stream.run(i) for i in range(2)]
@@ -302,14 +300,14 @@ def test_verify_compares_what_was_pruned_by_magnitude(checkpoint_of, tmp_path, m
     methods = {item["name"]: item["method"] for item in manifest["calibration"]["pruned"]}
     refitted = {record["name"] for record in manifest["tensors"] if record.get("refitted")}
     assert refitted == {name for name, method in methods.items() if method == "sparsegpt"}
-    assert all(check.passed for check in verify(tmp_path / "out", source))
+    assert verify(tmp_path / "out", source).passed
     fallen_back = next(name for name, method in methods.items() if method == "magnitude")
     other = tmp_path / "other"
     shutil.copytree(source, other)
     tensors = load_file(other / "model.safetensors")
     tensors[fallen_back] *= 2
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    found = {check.name: check.findings for check in verify(tmp_path / "out", other)}["values equal the base"]
+    found = {check.name: check.findings for check in verify(tmp_path / "out", other).checks}["values equal the base"]
     assert len(found) == 1 and fallen_back in found[0]
 
 
@@ -419,12 +417,12 @@ def test_overwriting_a_sweep_finds_an_artifact_that_was_being_removed(tmp_path, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", layer_pruning.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_on_a_card(tiny, tmp_path, method):
     """Exact, the same bytes twice, and what the CPU makes: nearly the mask where the inputs are the same, and everywhere as small an error."""
-    recipe = PruneRecipe(0.6, method=method, format="dense", text=few_words(16, 256))
+    recipe, text = Prune(0.6, method=method, format="dense"), few_words(16, 256)
     places = {"cpu": "cpu", "card": "cuda", "again": "cuda"}
-    made = {name: run_recipe(recipe, tiny, tmp_path / name, device) for name, device in places.items()}
+    made = {name: run_recipe(recipe, tiny, tmp_path / name, device, text=text) for name, device in places.items()}
     assert made["card"]["calibration"]["device"] == "cuda" and digest(tmp_path / "card") == digest(tmp_path / "again")
     check_zeros(tiny, tmp_path / "card", 0.6, made["card"])
     here, there = (Checkpoint(tmp_path / name) for name in ("cpu", "card"))
@@ -441,15 +439,15 @@ def test_on_a_card(tiny, tmp_path, method):
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_zeros_are_exact_on_a_card(checkpoint_of, tmp_path, family):
     source = checkpoint_of(family)
-    recipe = PruneRecipe(0.537, method="sparsegpt", format="dense", text=TEXT)
-    check_zeros(source, tmp_path / "out", 0.537, run_recipe(recipe, source, tmp_path / "out", "cuda"))
+    recipe, text = Prune(0.537, method="sparsegpt", format="dense"), TEXT
+    check_zeros(source, tmp_path / "out", 0.537, run_recipe(recipe, source, tmp_path / "out", "cuda", text=text))
 
 
 @pytest.mark.gpu
 def test_a_stopped_run_on_a_card_goes_on_to_the_same_bytes(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama", shard_size="10MB")
-    recipe = PruneRecipe(0.5, method="sparsegpt", format="tiled-bitmap", text=TEXT, allocation="auto")
-    whole, run = tmp_path / "whole", partial(run_recipe, recipe, source, device="cuda")
+    recipe, text = Prune(0.5, method="sparsegpt", format="tiled-bitmap", allocation="auto"), TEXT
+    whole, run = tmp_path / "whole", partial(run_recipe, recipe, source, device="cuda", text=text)
     states = killed_before_each_rename(run, whole, monkeypatch)
     for step in (2, 4, 6):
         run(states[step], resume=True)
@@ -460,7 +458,7 @@ def test_a_stopped_run_on_a_card_goes_on_to_the_same_bytes(checkpoint_of, tmp_pa
 @pytest.mark.parametrize("allocation", ["owl", "auto"])
 def test_allocations_on_a_card(tiny, tmp_path, allocation):
     """The CPU's sparsities, but for what rounding does to them."""
-    recipe = PruneRecipe(0.6, method="sparsegpt", format="dense", text=few_words(8, 256), allocation=allocation)
-    here, there = (run_recipe(recipe, tiny, tmp_path / device, device) for device in ("cpu", "cuda"))
+    recipe, text = Prune(0.6, method="sparsegpt", format="dense", allocation=allocation), few_words(8, 256)
+    here, there = (run_recipe(recipe, tiny, tmp_path / device, device, text=text) for device in ("cpu", "cuda"))
     check_zeros(tiny, tmp_path / "cuda", 0.6, there)
     assert there["allocation"]["sparsity"] == pytest.approx(here["allocation"]["sparsity"], abs=0.02)

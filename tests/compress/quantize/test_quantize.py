@@ -15,17 +15,18 @@ from support.outliers import add_outliers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress import demo
+from tilepress import Quantize, demo
 from tilepress.compress.layers import walk
 from tilepress.compress.layers.walk import wait_for_walk
 from tilepress.compress.quantize import ranges as calibrating
 from tilepress.compress.quantize.observers import Observer
-from tilepress.compress.quantize.recipe import CHOICES, QuantizeRecipe
+from tilepress.compress.quantize.recipe import CHOICES
 from tilepress.compress.run import shards
 from tilepress.compress.run.finish import finish
-from tilepress.compress.run.plan import make_plan, open_output
+from tilepress.compress.run.output import open_output
+from tilepress.compress.run.plan import Inputs, make_plan
 from tilepress.compress.run.targets import find_targets
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
@@ -56,7 +57,7 @@ def increase(tiny, halves):
     def measured(path, limit: int) -> float:
         model = tilepress.load(path, dtype=torch.float32)
         assert any("w8a" in path for path in paths(model)) == (path != tiny)
-        return perplexity(model, tokenizer, Protocol(str(held_out), "gptq", 512, None, limit))["perplexity"]
+        return measure(model, tokenizer, Protocol(str(held_out), "gptq", 512, None, limit)).perplexity
 
     def increase(artifact, limit=6) -> float:
         if limit not in dense:
@@ -111,7 +112,7 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
 def test_every_family_and_its_manifest(checkpoint_of, tmp_path, family, scheme):
     source, settings = checkpoint_of(family), SCHEMES[scheme]
     manifest = quantize(source, tmp_path / "out", **settings)
-    checks = verify(tmp_path / "out", source)
+    checks = verify(tmp_path / "out", source).checks
     assert [f for c in checks for f in c.findings] == []
     targets, _ = find_targets(Checkpoint(source))
     records = {r["name"]: r for r in manifest["tensors"]}
@@ -228,9 +229,9 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
             with pytest.raises(TilepressError):
                 tilepress.load(output)
 
-    recipe = QuantizeRecipe(activations="tensor", smooth="0.5", text=few_words(2, 32))
+    recipe, text = Quantize(activations="tensor", smooth="0.5"), few_words(2, 32)
     source = checkpoint_of("llama", shard_size="1MB")
-    assert stop_anywhere_and_resume(recipe, source, tmp_path, monkeypatch, nothing_loads) > 12
+    assert stop_anywhere_and_resume(recipe, source, tmp_path, monkeypatch, nothing_loads, text) > 12
 
 
 def test_the_command_resumes(checkpoint_of, tmp_path, cli, monkeypatch):
@@ -250,8 +251,8 @@ def test_the_command_resumes(checkpoint_of, tmp_path, cli, monkeypatch):
 
 def test_another_kind_of_device_does_not_take_over(checkpoint_of, tmp_path, monkeypatch):
     """Layers computed in other arithmetic must not stand beside each other in one artifact."""
-    source, settings = checkpoint_of("llama"), {"text": few_words(2, 32), "activations": "tensor"}
-    recipe = QuantizeRecipe(**settings)
+    source, text = checkpoint_of("llama"), few_words(2, 32)
+    recipe = Quantize(activations="tensor")
     done = []
 
     def one_layer(*args):
@@ -263,11 +264,11 @@ def test_another_kind_of_device_does_not_take_over(checkpoint_of, tmp_path, monk
     calibrate_layer = calibrating._calibrate_layer
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(calibrating, "_calibrate_layer", one_layer)
-        run_recipe(recipe, source, tmp_path / "out")
+        run_recipe(recipe, source, tmp_path / "out", text=text)
     with monkeypatch.context() as patch:
         patch.setattr(walk, "compute_dtype", lambda dtype, device: torch.float64)
-        run_recipe(recipe, source, tmp_path / "out", resume=True)
-        run_recipe(recipe, source, tmp_path / "whole")
+        run_recipe(recipe, source, tmp_path / "out", text=text, resume=True)
+        run_recipe(recipe, source, tmp_path / "whole", text=text)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
@@ -287,9 +288,8 @@ def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli, co
 
 
 def test_a_rank_without_work_sees_that_the_others_are_done(checkpoint_of, tmp_path):
-    recipe, source, out = QuantizeRecipe(**STATIC), checkpoint_of("llama", shard_size="10MB"), tmp_path / "out"
-    checkpoint = Checkpoint(source)
-    plan = make_plan(checkpoint, out, recipe, *recipe.find_targets(checkpoint))
+    source, out = checkpoint_of("llama", shard_size="10MB"), tmp_path / "out"
+    plan = make_plan(Inputs(Checkpoint(source), TEXT), out, Quantize(activations="tensor"))
     open_output(plan, resume=False, overwrite=False)
     shards.run_shards(plan, rank=0, world_size=2)
     finish(plan)
@@ -367,7 +367,7 @@ def test_layers_left_alone_are_named_in_the_config(checkpoint_of, tmp_path):
     quantize(checkpoint_of("llama"), tmp_path / "out", ignore=("lm_head", "*.mlp.*"))
     ignore = Checkpoint(tmp_path / "out").config["quantization_config"]["ignore"]
     assert len(ignore) == 1 + 2 * 3 and "model.layers.1.mlp.down_proj" in ignore
-    assert all(check.passed for check in verify(tmp_path / "out", checkpoint_of("llama")))
+    assert verify(tmp_path / "out", checkpoint_of("llama")).passed
 
 
 def test_gpt2_is_marked_as_ours_alone(checkpoint_of, tmp_path):
@@ -388,10 +388,10 @@ def test_routers_are_named_in_the_config_and_missing_names_are_found(checkpoint_
         assert config["quantization_config"]["ignore"] == ["lm_head", *routers]
         reasons = {item["name"]: item["reason"] for item in manifest["left_alone"]}
         assert all(reasons[f"{name}.weight"] == "expert router" for name in routers)
-        assert any("transformers 5" in note for check in verify(out) for note in check.notes)
+        assert any("transformers 5" in note for check in verify(out).checks for note in check.notes)
         config["quantization_config"]["ignore"] = ["lm_head"]
         (out / "config.json").write_text(json.dumps(config))
-        findings = [finding for check in verify(out, reload=False) for finding in check.findings]
+        findings = [finding for check in verify(out, reload=False).checks for finding in check.findings]
         assert all(any(f"{name} is float but not in `ignore`" in f for f in findings) for name in routers)
 
 
@@ -402,7 +402,7 @@ def test_float_layers_that_ignore_does_not_name_are_found(checkpoint_of, tmp_pat
     for names, found in ((["re:.*down_proj", "lm_head"], []), (ignore[:2], ["model.layers.1.mlp.down_proj"])):
         config["quantization_config"]["ignore"] = names
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-        (check,) = (c for c in verify(tmp_path / "out", reload=False) if c.name == "vLLM's rules")
+        (check,) = (c for c in verify(tmp_path / "out", reload=False).checks if c.name == "vLLM's rules")
         assert [finding.partition(" is float")[0] for finding in check.findings] == found
 
 
@@ -494,8 +494,8 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         monkeypatch.context() as patch,
         pytest.raises(TilepressError, match=r"does not run model.layers.0.mlp.down_proj"),
     ):
-        find = calibrating.find_groups
-        patch.setattr(calibrating, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
+        find = walk.find_groups
+        patch.setattr(walk, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
         quantize(source, tmp_path / "unused", **STATIC)
     with monkeypatch.context() as patch, pytest.raises(TilepressError, match=r"saw no token of the calibration text"):
         patch.setattr(calibrating.InputStats, "add", lambda self, x, name, counting=True: None)
@@ -515,15 +515,13 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         ({"smooth": "yes"}, "--smooth yes"),
         ({"observer": Observer("mse")}, "finds its scales at run time"),
         ({"observer": Observer("mse"), "activations": "none"}, "has none"),
-        ({"smooth": "auto", "activations": "none", "text": TEXT}, "floating point"),
-        ({"smooth": "auto", "activations": "channel", "text": TEXT}, "same reach"),
-        ({"activations": "tensor"}, "need text"),
-        ({"smooth": "0.5"}, "need text"),
+        ({"smooth": "auto", "activations": "none"}, "floating point"),
+        ({"smooth": "auto", "activations": "channel"}, "same reach"),
     ],
 )
 def test_contradictions(settings, message):
     with pytest.raises(UsageError) as error:
-        QuantizeRecipe(**settings)
+        Quantize(**settings)
     assert message in error.value.message and error.value.hint
 
 
@@ -568,7 +566,7 @@ def test_float_experts_are_in_ignore(checkpoint_of, tmp_path):
     quantize(checkpoint_of("qwen3-moe"), tmp_path / "out", ignore=("lm_head", "*.experts.*"))
     ignore = Checkpoint(tmp_path / "out").config["quantization_config"]["ignore"]
     assert "model.layers.1.mlp.experts.3.down_proj" in ignore and len(ignore) == 1 + 2 + 2 * 4 * 3
-    checks = verify(tmp_path / "out")
+    checks = verify(tmp_path / "out").checks
     assert all(c.passed for c in checks) and any("mixture" in note for c in checks for note in c.notes)
     assert (
         "transformers" not in (tmp_path / "out" / "README.md").read_text().partition("by its rules")[2].split("\n")[0]
@@ -583,7 +581,7 @@ def test_names_without_the_models_prefix_verify(checkpoint_of, tmp_path):
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     quantize(source, tmp_path / "out")
-    assert [f for check in verify(tmp_path / "out") for f in check.findings] == []
+    assert [f for check in verify(tmp_path / "out").checks for f in check.findings] == []
 
 
 @pytest.mark.parametrize(
@@ -653,7 +651,7 @@ def test_experts_without_tokens_are_listed(checkpoint_of, tmp_path):
     assert len(unseen) >= 2 * 2 * 6 and all(i["scale"] > 0 for i in unseen)
     warned = [w for w in manifest["calibration"]["warnings"] if "saw no token" in w]
     assert len(warned) == len(unseen) and "other experts" in warned[0]
-    assert all(check.passed for check in verify(tmp_path / "out", source))
+    assert verify(tmp_path / "out", source).passed
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -686,7 +684,7 @@ def test_weights_beyond_the_dtype_are_named(checkpoint_of, tmp_path):
             quantize(source, tmp_path / "out", dtype=torch.float16, **settings)
         shutil.rmtree(tmp_path / "out")
     manifest = quantize(source, tmp_path / "out", dtype=torch.bfloat16, **STATIC)
-    assert manifest["settings"]["dtype"] == "bfloat16" and all(c.passed for c in verify(tmp_path / "out", source))
+    assert manifest["settings"]["dtype"] == "bfloat16" and verify(tmp_path / "out", source).passed
 
 
 def test_weights_of_several_dtypes_calibrate_after_a_conversion(checkpoint_of, tmp_path):
@@ -701,7 +699,7 @@ def test_weights_of_several_dtypes_calibrate_after_a_conversion(checkpoint_of, t
     with pytest.raises(UsageError, match="one dtype"):
         quantize(source, tmp_path / "dynamic")
     quantize(source, tmp_path / "out", dtype=torch.bfloat16, **STATIC)
-    assert all(c.passed for c in verify(tmp_path / "out", source))
+    assert verify(tmp_path / "out", source).passed
 
 
 def test_weights_in_another_dtype_than_the_config_says(checkpoint_of, tmp_path):

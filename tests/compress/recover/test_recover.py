@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,29 +17,29 @@ from safetensors.torch import load_file, save_file
 from support.artifacts import few_words, prune, run_recipe
 from support.interruption import digest, stop_anywhere_and_resume
 
-from tilepress import demo
-from tilepress.compress.kv.recipe import KVRecipe
-from tilepress.compress.prune.recipe import PruneRecipe
+from tilepress import KVCache, Prune, Recover, demo
+from tilepress.compress.layers.walk import Walk, write_tensors
 from tilepress.compress.recover import distillation as distill, recipe as recovering, settings as recovery_settings
 from tilepress.compress.recover.distillation import CLIP_NORM, MaskedAdamW, divergence, learning_rate, relative_error
-from tilepress.compress.recover.recipe import RecoverRecipe, Recovery
 from tilepress.compress.recover.retraining import Stream
 from tilepress.compress.run import shards
+from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
 from tilepress.runtime.loader import load
+from tilepress.text import Text
 
-SHORT = {"steps": 20, "seqlen": 32, "batch": 2}
 
-
-def recovery(dataset: Path = demo.TEXT, **settings) -> Recovery:
-    return Recovery(dataset=str(dataset), **SHORT | settings)
+def recovery(
+    dataset: Path = demo.TEXT, nsamples: int = 128, seqlen: int = 32, seed: int = 0, **settings
+) -> tuple[Recover, Text]:
+    return Recover(**{"steps": 20, "batch": 2} | settings), Text(str(dataset), nsamples, seqlen, seed)
 
 
 def recover(pruned: Path, base: Path, output: Path, dataset: Path = demo.TEXT, device: str = "cpu", **settings) -> dict:
-    recipe = RecoverRecipe(recovery(dataset, **settings), base=base, base_name="base")
-    return run_recipe(recipe, pruned, output, device)
+    recipe, text = recovery(dataset, base=base, base_name="base", **settings)
+    return run_recipe(recipe, pruned, output, device, text=text)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -198,8 +199,9 @@ def test_experts_in_one_tensor_learn_what_those_apart_do(checkpoint_of, tmp_path
     shutil.copy(apart / "tokenizer.json", fused)
     shutil.copy(apart / "tokenizer_config.json", fused)
     for base in (apart, fused):
-        recipe = PruneRecipe(0.5, format="tiled-csl", ignore=("*.experts.*",) if base == apart else ())
-        run_recipe(RecoverRecipe(recovery(blocks=blocks, nsamples=8), recipe), base, tmp_path / base.name / "out")
+        recipe = Prune(0.5, format="tiled-csl", ignore=("*.experts.*",) if base == apart else ())
+        recipe, text = recovery(blocks=blocks, nsamples=8, prune=recipe)
+        run_recipe(recipe, base, tmp_path / base.name / "out", text=text)
     before, one, many = tensors_of(fused), tensors_of(fused / "out"), tensors_of(tmp_path / apart.name / "out")
     for layer in (0, 1):
         experts = f"model.layers.{layer}.block_sparse_moe.experts"
@@ -260,7 +262,8 @@ def test_prune_with_recover_is_prune_and_then_recover(llama, tmp_path, cli, scop
     base, _ = llama
     prune(base, tmp_path / "pruned", 0.6, scope=scope)
     recover(tmp_path / "pruned", base, tmp_path / "two")
-    run_recipe(RecoverRecipe(recovery(), PruneRecipe(0.6, scope, format="tiled-csl")), base, tmp_path / "one")
+    recipe, text = recovery(prune=Prune(0.6, scope, format="tiled-csl"))
+    run_recipe(recipe, base, tmp_path / "one", text=text)
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert all(torch.equal(one[name], two[name]) for name in two) and one.keys() == two.keys()
     assert_zeros_held(tmp_path / "pruned", tmp_path / "one")
@@ -274,11 +277,11 @@ def test_the_card_of_a_recovered_model_says_what_is_known_of_one(llama, tmp_path
     base, _ = llama
     prune(base, tmp_path / "pruned", 0.8)
     recover(tmp_path / "pruned", base, tmp_path / "recovered")
-    recipe = RecoverRecipe(recovery(), PruneRecipe(0.8, format="tiled-csl"))
+    recipe, text = recovery(prune=Prune(0.8, format="tiled-csl"))
     assert recipe.warnings() == []
-    run_recipe(recipe, base, tmp_path / "at-once")
+    run_recipe(recipe, base, tmp_path / "at-once", text=text)
     for name in ("recovered", "at-once"):
-        run_recipe(KVRecipe(few_words(2, 16)), tmp_path / name, tmp_path / f"{name}-with-cache")
+        run_recipe(KVCache(), tmp_path / name, tmp_path / f"{name}-with-cache", text=few_words(2, 16))
     assert "**Warning**: magnitude pruning breaks models" in (tmp_path / "pruned" / "README.md").read_text()
     for name in ("recovered", "at-once", "recovered-with-cache", "at-once-with-cache"):
         card = (tmp_path / name / "README.md").read_text()
@@ -334,10 +337,11 @@ def test_seeds_of_any_size(llama, tmp_path, blocks):
 
 def test_a_block_is_measured_as_it_is_stored(llama, tmp_path, monkeypatch):
     base, pruned = llama
-    seen, real = [], recovering.train_blocks
-    monkeypatch.setattr(recovering, "train_blocks", lambda *args: (seen.extend(args[2:4]), real(*args))[1])
+    walks, real = [], Walk.run
+    monkeypatch.setattr(Walk, "run", lambda self: walks.append(self) or real(self))
     told = recover(pruned, base, tmp_path / "out", blocks=True, nsamples=4)["recovery"]["layers"][0]
-    windows, held = seen
+    (walk,) = walks
+    windows, held = [torch.tensor(window) for window in walk.windows], walk.visitor.held
     errors = []
     for window in windows[-held:]:
         made = []
@@ -357,20 +361,20 @@ def test_a_block_is_measured_as_it_is_stored(llama, tmp_path, monkeypatch):
 def test_stopped_anywhere_and_resumed_it_gives_the_same_bytes(checkpoint_of, tmp_path, monkeypatch, blocks):
     base, pruned = checkpoint_of("llama", shard_size="1GB"), tmp_path / "pruned"
     prune(base, pruned, 0.5, "dense")
-    recipe = RecoverRecipe(recovery(blocks=blocks, nsamples=4, steps=4), base=base, base_name="base", save_every_s=0)
+    recipe, text = recovery(blocks=blocks, nsamples=4, steps=4, base=base, base_name="base", save_every_s=0)
 
     def look(folder: Path) -> None:
         if not (folder / "config.json").exists():
             with pytest.raises(TilepressError):
                 Checkpoint(folder)
 
-    assert stop_anywhere_and_resume(recipe, pruned, tmp_path, monkeypatch, look) >= 8 + 4 * blocks
+    assert stop_anywhere_and_resume(recipe, pruned, tmp_path, monkeypatch, look, text) >= 8 + 4 * blocks
 
 
 def test_a_resumed_run_goes_on_where_the_state_was_kept(llama, tmp_path, monkeypatch):
     base, pruned = llama
-    recipe = RecoverRecipe(recovery(), base=base, base_name="base", save_every_s=0)
-    run_recipe(recipe, pruned, tmp_path / "whole")
+    recipe, text = recovery(base=base, base_name="base", save_every_s=0)
+    run_recipe(recipe, pruned, tmp_path / "whole", text=text)
     real, seen = MaskedAdamW.step, []
 
     def step(self):
@@ -382,8 +386,8 @@ def test_a_resumed_run_goes_on_where_the_state_was_kept(llama, tmp_path, monkeyp
 
     monkeypatch.setattr(MaskedAdamW, "step", step)
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(recipe, pruned, tmp_path / "out")
-    run_recipe(recipe, pruned, tmp_path / "out", resume=True)
+        run_recipe(recipe, pruned, tmp_path / "out", text=text)
+    run_recipe(recipe, pruned, tmp_path / "out", resume=True, text=text)
     assert seen == [*range(15), None, *range(10, 20)]
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
@@ -394,15 +398,15 @@ def test_a_run_stopped_while_it_packs_goes_on_from_the_same_text_alone(llama, tm
     base, pruned = llama
     text = tmp_path / "text.jsonl"
     shutil.copy(demo.TEXT, text)
-    recipe = RecoverRecipe(recovery(text, blocks=blocks, nsamples=4, steps=2), base=base, base_name="base")
-    run_recipe(recipe, pruned, tmp_path / "whole")
+    recipe, words = recovery(text, blocks=blocks, nsamples=4, steps=2, base=base, base_name="base")
+    run_recipe(recipe, pruned, tmp_path / "whole", text=words)
     out = tmp_path / "out"
-    run = partial(run_recipe, recipe, pruned, out)
+    run = partial(run_recipe, recipe, pruned, out, text=words)
     with monkeypatch.context() as patch:
         patch.setattr(shards, "_write_shard", stopped_at(2, shards._write_shard))
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert not list((out / ".tilepress").glob("training*"))
+    assert not [*(out / ".tilepress").glob("training*"), *(out / ".tilepress").glob("unfinished*")]
     text.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[::-1]))
     with pytest.raises(UsageError, match="have changed since"):
         run(resume=True)
@@ -425,11 +429,11 @@ def stopped_at(call: int, real: Callable) -> Callable:
 
 def test_a_killed_save_leaves_nothing_that_the_next_one_does_not_remove(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(distill.os, "fsync", stopped_at(1, distill.os.fsync))
+        patch.setattr(os, "fsync", stopped_at(1, os.fsync))
         with pytest.raises(KeyboardInterrupt):
-            distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+            write_tensors(tmp_path / "state", {"a": torch.ones(3)})
     assert not (tmp_path / "state").exists()
-    distill.write_tensors(tmp_path / "state", {"a": torch.ones(3)})
+    write_tensors(tmp_path / "state", {"a": torch.ones(3)})
     assert list(tmp_path.iterdir()) == [tmp_path / "state"]
 
 
@@ -521,7 +525,9 @@ def test_a_loss_that_is_not_finite_stops(llama, tmp_path, monkeypatch):
 def test_block_by_block_memory_holds_the_experts_of_one_layer(checkpoint_of):
     def planned(layers: int, way: str) -> int:
         checkpoint = Checkpoint(checkpoint_of("gpt-oss", num_hidden_layers=layers))
-        return recovery_settings.memory_bytes(checkpoint, find_targets(checkpoint)[0], recovery(), way, "cpu")
+        recipe, text = recovery()
+        targets = find_targets(checkpoint)[0]
+        return recovery_settings.memory_bytes(Inputs(checkpoint, text), targets, recipe, way, "cpu")
 
     assert planned(2, "blocks") == planned(4, "blocks")
     experts = 4 * (3 * 128 * 200 + 2 * 200 + 128)  # of a layer
@@ -562,8 +568,8 @@ def test_on_a_card(tiny, artifact, tmp_path, blocks):
 
 @pytest.mark.gpu
 def test_a_resumed_run_on_a_card(tiny, artifact, tmp_path, monkeypatch):
-    recipe = RecoverRecipe(recovery(steps=40, seqlen=128, batch=4), base=tiny, base_name="base", save_every_s=0)
-    run_recipe(recipe, artifact, tmp_path / "whole", "cuda")
+    recipe, text = recovery(steps=40, seqlen=128, batch=4, base=tiny, base_name="base", save_every_s=0)
+    run_recipe(recipe, artifact, tmp_path / "whole", "cuda", text=text)
     real = recovering.train_model
 
     def stopping(*args, **kwargs):
@@ -579,7 +585,7 @@ def test_a_resumed_run_on_a_card(tiny, artifact, tmp_path, monkeypatch):
 
     monkeypatch.setattr(recovering, "train_model", stopping)
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(recipe, artifact, tmp_path / "out", "cuda")
+        run_recipe(recipe, artifact, tmp_path / "out", "cuda", text=text)
     monkeypatch.undo()
-    run_recipe(recipe, artifact, tmp_path / "out", "cuda", resume=True)
+    run_recipe(recipe, artifact, tmp_path / "out", "cuda", resume=True, text=text)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")

@@ -16,21 +16,17 @@ from support.families import byte_tokenizer
 from support.interruption import digest, stop_anywhere_and_resume
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tilepress import demo
-from tilepress.compress.prune.recipe import PruneRecipe
-from tilepress.compress.quantize.recipe import QuantizeRecipe
+from tilepress import Prune, Quantize, demo
 from tilepress.compress.run import plan as planning, shards
 from tilepress.compress.run.finish import finish
-from tilepress.compress.run.plan import make_plan, open_output
-from tilepress.compress.run.targets import find_targets
+from tilepress.compress.run.output import open_output
+from tilepress.compress.run.plan import Inputs, make_plan
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 
 
 def plan_for(source, output, sparsity=0.6, **settings):
-    checkpoint = Checkpoint(source)
-    targets, left = find_targets(checkpoint)
-    return make_plan(checkpoint, output, PruneRecipe(sparsity, **settings), targets, left)
+    return make_plan(Inputs(Checkpoint(source)), output, Prune(sparsity, **settings))
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -40,12 +36,12 @@ def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of,
             with pytest.raises(Exception, match=r"config\.json|model_type"):
                 AutoModelForCausalLM.from_pretrained(output)
 
-    recipe = PruneRecipe(0.6, scope)
+    recipe = Prune(0.6, scope)
     assert stop_anywhere_and_resume(recipe, checkpoint_of("llama"), tmp_path, monkeypatch, nothing_loads) > 8
 
 
 @pytest.mark.parametrize(
-    "recipe", [PruneRecipe(0.6), PruneRecipe(0.6, "global"), QuantizeRecipe()], ids=["auto", "global", "int8"]
+    "recipe", [Prune(0.6), Prune(0.6, "global"), Quantize()], ids=["auto", "global", "int8"]
 )
 def test_each_weight_is_transformed_once(checkpoint_of, tmp_path, monkeypatch, recipe):
     asked, real = [], type(recipe).transform
@@ -280,10 +276,7 @@ def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, comma
 
 
 def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path):
-    recipe = PruneRecipe(0.5)
-    checkpoint = Checkpoint(tiny)
-    targets, left = find_targets(checkpoint)
-    plan = make_plan(checkpoint, tmp_path / "out", recipe, targets, left)
+    plan = plan_for(tiny, tmp_path / "out", 0.5)
     open_output(plan, resume=False, overwrite=False)
     (tmp_path / "out" / plan.shards[0].output).mkdir()  # in the way of the rename
     with pytest.raises(TilepressError, match="cannot write"):

@@ -32,7 +32,7 @@ def layouts(path):
 
 
 def failed(path, base=None):
-    return {c.name: c.findings for c in verify(path, base) if not c.passed}
+    return {c.name: c.findings for c in verify(path, base).checks if not c.passed}
 
 
 def same_weights(one, other):

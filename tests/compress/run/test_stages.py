@@ -7,8 +7,8 @@ import torch
 from support.artifacts import run_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilepress import Prune
 from tilepress.compress.prune import magnitude
-from tilepress.compress.prune.recipe import PruneRecipe
 from tilepress.compress.run import stages as timing
 from tilepress.compress.run.stages import Stages, add
 from tilepress.formats import int8, stripes, tiled_bitmap, tiled_csl
@@ -120,7 +120,7 @@ def test_a_card_packs_the_same_bytes(rows):
 def test_an_artifact_made_on_a_card_has_the_same_bytes(checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     for form in ("tiled-csl", "tiled-bitmap"):
-        recipe = PruneRecipe(0.6, format=form)
+        recipe = Prune(0.6, format=form)
         here = run_recipe(recipe, source, tmp_path / f"{form}-cpu")
         there = run_recipe(recipe, source, tmp_path / f"{form}-cuda", "cuda")
         shards = [[f for f in made["files"] if f["name"].endswith(".safetensors")] for made in (here, there)]

@@ -15,7 +15,7 @@ from support.op_calls import Counted
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tilepress
-from tilepress.compress.kv.recipe import KVRecipe
+from tilepress import KVCache
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration, Side
 from tilepress.formats.kv_int4 import KVFormat
@@ -361,7 +361,7 @@ def test_classes_copies_and_pickles():
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_int8_with_merged_projections(monkeypatch, checkpoint_of, tmp_path, family):
     quantize(checkpoint_of(family), tmp_path / "int8")
-    run_recipe(KVRecipe(few_words(4, 64)), tmp_path / "int8", tmp_path / "both")
+    run_recipe(KVCache(), tmp_path / "int8", tmp_path / "both", text=few_words(4, 64))
     fused = tilepress.load(tmp_path / "both")
     monkeypatch.setattr(fused_attention, "family_of", lambda module, kind: None)
     separate = tilepress.load(tmp_path / "both")
@@ -380,7 +380,7 @@ def test_modules_that_accelerate_moves(checkpoint_of, tmp_path):
     pytest.importorskip("accelerate")
     for family, fused in (("llama", 2), ("qwen3", 1)):
         folder = tmp_path / family
-        run_recipe(KVRecipe(few_words(4, 64)), checkpoint_of(family), folder)
+        run_recipe(KVCache(), checkpoint_of(family), folder, text=few_words(4, 64))
         places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "lm_head": "cpu"}
         places |= {"model.norm": "cpu", "model.rotary_emb": "cpu"}
         model = tilepress.load(folder, device_map=places, offload_folder=tmp_path / "offload")
@@ -435,7 +435,7 @@ def test_what_is_not_finite_stays_so_on_a_card():
 def test_layers_on_two_cards(checkpoint_of, tmp_path):
     """Each layer's pages lie on its card."""
     pytest.importorskip("accelerate")
-    run_recipe(KVRecipe(few_words(4, 64)), checkpoint_of("llama"), tmp_path / "out")
+    run_recipe(KVCache(), checkpoint_of("llama"), tmp_path / "out", text=few_words(4, 64))
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     model = tilepress.load(tmp_path / "out", device_map=places | {"model.rotary_emb": 0})
     inputs = {name: x.to("cuda:0") for name, x in prompt().items()}

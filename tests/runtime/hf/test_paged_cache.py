@@ -9,10 +9,9 @@ from support.artifacts import few_words, run_recipe, with_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import tilepress
-from tilepress import demo
-from tilepress.compress.kv.recipe import KVRecipe
+from tilepress import KVCache, demo
 from tilepress.eval import perplexity as eval_perplexity
-from tilepress.eval.perplexity import Protocol, perplexity
+from tilepress.eval.perplexity import Protocol, measure
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
@@ -27,7 +26,7 @@ PROMPTS = ("import os", "def main(args):\n    for name in args:\n        print(n
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory, tiny):
     path = tmp_path_factory.mktemp("kv") / "tiny-kv4"
-    run_recipe(KVRecipe(few_words(8, 256)), tiny, path)
+    run_recipe(KVCache(), tiny, path, text=few_words(8, 256))
     return path
 
 
@@ -40,7 +39,7 @@ def model(calibrated):
 def steady(tmp_path_factory, tiny):
     """In 8 bits, where it hardly shows that rounding tips a value from one code to the next: batches and pieces of a text round differently."""
     path = tmp_path_factory.mktemp("kv") / "tiny-kv8"
-    run_recipe(KVRecipe(few_words(8, 256), bits=8), tiny, path)
+    run_recipe(KVCache(bits=8), tiny, path, text=few_words(8, 256))
     return tilepress.load(path, dtype=torch.float32)
 
 
@@ -103,9 +102,9 @@ def test_pieces_of_a_prompt_give_what_the_whole_gives(steady, tokenizer):
 
 
 def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
-    scores = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="decode")
+    scores = measure(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="decode").to_json()
     assert abs(scores["kv_cache"]["decode_over_sim"]) < 0.003
-    alone = perplexity(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="sim")
+    alone = measure(model, tokenizer, Protocol(str(demo.TEXT), "gptq", 256, None, 3), kv="sim").to_json()
     assert alone["perplexity"] == pytest.approx(scores["kv_cache"]["sim_perplexity"], rel=1e-6)
     assert model.kv_state.mode == "cache"
 
@@ -113,9 +112,9 @@ def test_simulated_and_decoded_perplexity_agree(model, tokenizer):
 def test_windows_decoded_together_are_those_decoded_alone(steady, tokenizer, monkeypatch, tmp_path):
     (text := tmp_path / "some.txt").write_text(tokenizer.decode(list(range(1, 180))))
     protocol, asked = Protocol(str(text), "strided", 64, 32), []
-    together = perplexity(steady, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode")
+    together = measure(steady, tokenizer, protocol, progress=lambda *what: asked.append(what), kv="decode").to_json()
     monkeypatch.setattr(eval_perplexity, "_MOST_DECODED", 1)
-    alone = perplexity(steady, tokenizer, protocol, kv="decode")
+    alone = measure(steady, tokenizer, protocol, kv="decode").to_json()
     assert together["window_nll"] == pytest.approx(alone["window_nll"], rel=2e-3, abs=2e-3)
     assert len(asked) == 3 < len(together["window_nll"])  # all long ones, the short one, the end
 
@@ -305,7 +304,7 @@ def test_what_the_cache_does_not_serve_is_refused(checkpoint_of, calibrated):
 def test_attention_that_changes_what_it_keeps_is_refused(checkpoint_of, tmp_path, family):
     source = checkpoint_of(family)
     with pytest.raises(UsageError):
-        run_recipe(KVRecipe(few_words(2, 64)), source, tmp_path / "out")
+        run_recipe(KVCache(), source, tmp_path / "out", text=few_words(2, 64))
     with torch.no_grad(), pytest.raises(UsageError, match="than it keeps|mask of its own"):
         with_cache(source, KVFormat(32))(torch.arange(8)[None])
 
@@ -384,12 +383,12 @@ def test_random_appends_frees_and_reuse(checkpoint_of):
 @pytest.mark.gpu
 def test_on_a_card(calibrated, model, tokenizer, tiny, tmp_path):
     """Calibrated there it costs the same; generating there gives tokens, and the simulated perplexity of the CPU."""
-    run_recipe(KVRecipe(few_words(8, 256)), tiny, tmp_path / "out", device="cuda")
+    run_recipe(KVCache(), tiny, tmp_path / "out", device="cuda", text=few_words(8, 256))
     protocol = Protocol(str(demo.TEXT), "gptq", 256, None, 3)
-    expected = perplexity(model, tokenizer, protocol, kv="sim")["perplexity"]
+    expected = measure(model, tokenizer, protocol, kv="sim").perplexity
     for path in (calibrated, tmp_path / "out"):
         ours = tilepress.load(path, device="cuda", dtype=torch.float32)
-        scores = perplexity(ours, tokenizer, protocol, kv="decode")
+        scores = measure(ours, tokenizer, protocol, kv="decode").to_json()
         assert (
             scores["perplexity"] == pytest.approx(expected, rel=0.01)
             and abs(scores["kv_cache"]["decode_over_sim"]) < 0.005

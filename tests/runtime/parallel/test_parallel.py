@@ -12,8 +12,8 @@ from support.cards import HAS_WGMMA
 from support.decoding import decoded
 from support.ranks import Answer, ask
 
+from tilepress import KVCache
 from tilepress.bench import speed
-from tilepress.compress.kv.recipe import KVRecipe
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.kernels.arch import references
 from tilepress.runtime.loader import load
@@ -137,7 +137,7 @@ def test_scales_are_of_whole_tokens(two, activations, checkpoint_of, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"mode": "static"}, {"bits": 8, "group_size": 32}])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_packed_caches(two, family, settings, checkpoint_of, tmp_path):
-    run_recipe(KVRecipe(few_words(4, 64), **settings), checkpoint_of(family), tmp_path / "out")
+    run_recipe(KVCache(**settings), checkpoint_of(family), tmp_path / "out", text=few_words(4, 64))
     one = ask(str(tmp_path / "out"), None, PROMPTS, 8)
     ours = two(ask, str(tmp_path / "out"), PROMPTS, 8)
     same(ours, one, 2e-2)  # a code of 4 bits that tips is a larger step
@@ -147,7 +147,7 @@ def test_packed_caches(two, family, settings, checkpoint_of, tmp_path):
 
 def test_stacked(two, checkpoint_of, tmp_path):
     prune(checkpoint_of("qwen3"), tmp_path / "sparse", 0.6, "tiled-csl")
-    run_recipe(KVRecipe(few_words(4, 64)), tmp_path / "sparse", tmp_path / "out")
+    run_recipe(KVCache(), tmp_path / "sparse", tmp_path / "out", text=few_words(4, 64))
     same(two(ask, str(tmp_path / "out"), PROMPTS, 8), ask(str(tmp_path / "out"), None, PROMPTS, 8), 2e-2)
 
 
@@ -158,7 +158,7 @@ def test_fewer_kv_heads_than_ranks(two, checkpoint_of, tmp_path):
     ours = two(ask, str(source), PROMPTS, 8)
     same(ours, one)
     assert ours[0].kv_bytes_per_token == one.kv_bytes_per_token
-    run_recipe(KVRecipe(few_words(4, 64)), source, tmp_path / "out")
+    run_recipe(KVCache(), source, tmp_path / "out", text=few_words(4, 64))
     same(two(ask, str(tmp_path / "out"), PROMPTS, 8), ask(str(tmp_path / "out"), None, PROMPTS, 8), 2e-2)
 
 
@@ -205,7 +205,7 @@ def theirs(path: str, group) -> list[int]:
 def test_generate_of_transformers(two, kv, checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     if kv:
-        run_recipe(KVRecipe(few_words(4, 64), bits=8), source, tmp_path / "out")
+        run_recipe(KVCache(bits=8), source, tmp_path / "out", text=few_words(4, 64))
         source = tmp_path / "out"
     one = theirs(str(source), None)
     assert two(theirs, str(source)) == [one, one]
@@ -286,7 +286,7 @@ def make(kind: str, source: Path, output: Path) -> None:
     elif kind in ("token", "tensor", "none"):
         quantize(source, output, activations=kind, **({"text": few_words()} if kind == "tensor" else {}))
     elif kind == "kv4":
-        run_recipe(KVRecipe(few_words(4, 64)), source, output)
+        run_recipe(KVCache(), source, output, text=few_words(4, 64))
     else:
         shutil.copytree(source, output)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import Layer
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.families import turns_neighbours
@@ -24,7 +25,7 @@ _ORDINARY = (
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of a model's attention."""
+    """The shape of a model's attention."""
 
     layers: int
     heads: int
@@ -35,7 +36,7 @@ class AttentionShape:
 
 
 def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> AttentionShape:
-    """From the config, with the defaults of its class. Raises UsageError for attention that the cache does not serve."""
+    """Return the shape that the config says, with the defaults of its class. Raises UsageError for attention that the cache does not serve."""
     from transformers import AutoConfig
 
     kind = checkpoint.config.get("model_type", "?")
@@ -71,7 +72,7 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
 
 
 def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:
-    """What `reduce` (torch.amax, torch.sum) makes of each pair of channels that RoPE turns, for both: [..., D] -> [..., D]."""
+    """Return what `reduce` (torch.amax, torch.sum) makes of each pair of channels that RoPE turns, for both: [..., D] -> [..., D]."""
     n = shape.rotary_dim
     if not n:
         return x
@@ -82,7 +83,7 @@ def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """One window of one layer, float32."""
+    """Queries, keys and values of one window in one layer, float32."""
 
     query: Tensor  # [KV heads, queries per KV head, n, D] at `positions`
     positions: Tensor  # [n]
@@ -92,7 +93,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Ranges:
-    """Of a layer's keys or values: [KV heads, D] each, over all tokens."""
+    """Statistics of a layer's keys or values over all tokens: [KV heads, D] each."""
 
     low: Tensor
     high: Tensor
@@ -101,7 +102,7 @@ class Ranges:
 
     @classmethod
     def of(cls, x: Tensor) -> "Ranges":
-        """x [KV heads, tokens, D] float32."""
+        """Return the statistics of x [KV heads, tokens, D] float32."""
         return cls(x.amin(1), x.amax(1), x.sum(1, dtype=torch.float64), x.square().sum(1, dtype=torch.float64))
 
     def add(self, other: "Ranges") -> "Ranges":
@@ -125,7 +126,7 @@ class LayerSeen:
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool) -> None:
-        """query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
+        """Add a window: query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
         shape, self.scaling = self.shape, scaling
         expected = (shape.kv_heads, query.shape[2], shape.head_dim)
         if key.shape[1:] != expected or value.shape[1:] != expected:
@@ -177,19 +178,20 @@ class Watch:
                 f"the attention of {type(model.model).__name__} cannot be looked at: {error}", _ORDINARY
             ) from error
 
-    def layer(self, name: str, hidden: list[Tensor], sampled: int) -> LayerSeen:
-        """Runs all windows [1, tokens, hidden] through a layer; its outputs take the place of its inputs. Keeps the first `sampled` whole."""
-        seen = self._layer = LayerSeen(name, self.shape)
+    def layer(self, layer: Layer, sampled: int) -> LayerSeen:
+        """Run all windows through a layer of a walk and return what its attention saw, with the first `sampled` windows whole."""
+        seen = self._layer = LayerSeen(layer.path, self.shape)
         try:
-            with self.model.loaded(name):
-                for i, h in enumerate(hidden):
+            with self.model.loaded(layer.path):
+                outputs = layer.outputs()
+                for i in range(len(layer.hidden)):
                     self._keeps = i < sampled
-                    hidden[i] = self.model.run(name, h).to(h.dtype).cpu()
+                    layer.hidden[i] = next(outputs)
         finally:
             self._layer = None
-        if seen.windows != len(hidden):
+        if seen.windows != len(layer.hidden):
             raise UsageError(
-                f"{name} attends {seen.windows / len(hidden):g} times a pass in transformers' common way, not once",
+                f"{layer.path} attends {seen.windows / len(layer.hidden):g} times a pass in transformers' common way, not once",
                 _ORDINARY,
             )
         return seen
@@ -207,7 +209,7 @@ class Watch:
 
 
 def rotary_dim(model: LayerByLayer, shape: AttentionShape) -> int:
-    """How many channels RoPE turns, from the cosines that the layers get; all of them if it does its work out of sight."""
+    """Return how many channels RoPE turns, from the cosines that the layers get; all of them if it does its work out of sight."""
     embeddings = model.argument("position_embeddings")
     if isinstance(embeddings, tuple) and isinstance(embeddings[0], Tensor):
         return min(embeddings[0].shape[-1], shape.head_dim)

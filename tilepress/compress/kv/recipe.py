@@ -1,53 +1,38 @@
 """Scales for an attention cache of 4 or 8 bits, from real text: the recipe behind `tilepress compress kv`.
 
-Layer by layer the model runs over the text (attention.py) and each layer's scales are searched (kv_search.py). Whether the model's keys are
-rotated is decided by the error of the attention's output, summed over layers. Weights are not touched: their files are linked.
+Layer by layer the model runs over the text and each layer's scales are searched (calibration.py). Weights are not touched: their files
+are linked.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-import torch
-
-from tilepress.compress.kv.attention import QUERIES, AttentionShape, Watch, attention_shape, rotary_dim
-from tilepress.compress.kv.search import choose
-from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.run.plan import Plan, Progress, Recipe
-from tilepress.compress.run.targets import LeftAlone, Target, find_targets
-from tilepress.formats import UsageError, dtype_name
-from tilepress.formats.artifact import write_atomic
+from tilepress.compress.kv.attention import QUERIES, attention_shape
+from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
+from tilepress.compress.run.plan import OURS, Card, Inputs, Plan, Progress, Recipe
+from tilepress.compress.run.targets import LeftAlone, Target
+from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint, read_json
-from tilepress.formats.kv_calibration import (
-    CONFIG_KEY,
-    FACTS_NAME,
-    FOLDER,
-    KVCalibration,
-    Side,
-    form_of,
-    to_files,
-    weights_hash,
-)
+from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, form_of
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.formats.layout import Layout, layout_named
-from tilepress.text import Text, check_vocabulary, check_window, load_tokenizer
-
-_SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
+from tilepress.text import Text
 
 
 @dataclass(frozen=True)
-class KVRecipe(Recipe):
-    """Settings of `compress kv`. Raises UsageError for an unknown choice."""
+class KVCache(Recipe):
+    """Calibrate a packed attention cache and leave the weights as they are: the recipe of `tilepress compress kv`.
 
-    text: Text
-    bits: int = 4
-    group_size: int = 0  # 0: the head dimension
-    mode: str = "dynamic"  # dynamic | static
-    rotation: str = "auto"  # auto | none | hadamard
-    trust_remote_code: bool = False
+    Raises UsageError for an unknown choice or two that contradict each other."""
+
+    bits: int = 4  # of a stored key or value: 4 | 8
+    group_size: int | None = None  # channels that share a scale, 4 bits: 128 | 64 | 32; None: the head dimension
+    mode: str = "dynamic"  # dynamic: scales with every token | static: calibrated and stored once
+    rotation: str = "auto"  # of keys and queries: auto, if it lowers the error | none | hadamard
 
     command = "compress kv"
     links = True
+    alone = True
+    needs_text = True
 
     def __post_init__(self):
         if self.bits not in (4, 8):
@@ -66,137 +51,78 @@ class KVRecipe(Recipe):
             return (False, True)
         return (self.rotation == "hadamard",)
 
-    def find_targets(self, checkpoint: Checkpoint, trust_remote_code: bool = False):
+    def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
         return [], []
 
     def layout(self) -> Layout:
         return layout_named("dense")
 
-    def settings(self) -> dict:
+    def settings(self, text: Text | None) -> dict:
         chosen = {
             "bits": self.bits,
             "group_size": self.group_size or "head",
             "mode": self.mode,
             "rotation": self.rotation,
         }
-        return chosen | asdict(self.text)
+        return chosen | asdict(text)
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        check_window(self.text.seqlen, checkpoint.text_config)
-        self.form(attention_shape(checkpoint, self.trust_remote_code).head_dim)
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        self.form(attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim)
 
     def form(self, head_dim: int) -> KVFormat:
-        return KVFormat(head_dim, self.bits, self.group_size, self.mode == "static")
+        return KVFormat(head_dim, self.bits, self.group_size or 0, self.mode == "static")
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
-        """A layer is one."""
-        return attention_shape(Checkpoint(plan.source), self.trust_remote_code).layers
+        """Return the number of layers."""
+        return attention_shape(Checkpoint(plan.source), plan.trust_remote_code).layers
 
-    def foreseen(self, checkpoint: Checkpoint) -> dict:
-        shape = attention_shape(checkpoint, self.trust_remote_code)
+    def foreseen(self, inputs: Inputs) -> dict:
+        shape = attention_shape(inputs.checkpoint, inputs.trust_remote_code)
         return {"kv_cache": sizes(self.form(shape.head_dim), shape.kv_heads * shape.layers)}
 
-    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
+    def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """One layer in float32, what is outside of layers twice, hidden states, the sampled keys and values and their candidates."""
-        shape, config = attention_shape(checkpoint, self.trust_remote_code), checkpoint.text_config
+        checkpoint, text = inputs.checkpoint, inputs.text
+        shape, config = attention_shape(checkpoint, inputs.trust_remote_code), checkpoint.text_config
         elements = sum(entry.nbytes // entry.dtype.itemsize for entry in checkpoint.tensors.values())
         width = config.get("hidden_size") or config.get("n_embd") or shape.heads * shape.head_dim
         embedding = config.get("vocab_size", 0) * width
-        hidden = self.text.nsamples * self.text.seqlen * width * 4
+        hidden = text.nsamples * text.seqlen * width * 4
         row = shape.kv_heads * shape.head_dim * 4
         # Keys and values, the quantized ones, and what quantizing holds for a moment (codes, weights, sums).
-        sampled = min(self.text.nsamples, _SAMPLED_WINDOWS) * self.text.seqlen * row * (2 + 2 + 2)
-        scores = shape.heads * QUERIES * self.text.seqlen * 4 * 4  # scores, masked, softmax and its inputs
+        sampled = min(text.nsamples, SAMPLED_WINDOWS) * text.seqlen * row * (2 + 2 + 2)
+        scores = shape.heads * QUERIES * text.seqlen * 4 * 4  # scores, masked, softmax and its inputs
         return 4 * max(elements - embedding, 0) // shape.layers + 8 * embedding + hidden + sampled + scores
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
-        calibrate_kv(plan, self, device, progress)
+        shape = attention_shape(Checkpoint(plan.source), plan.trust_remote_code)
+        settings = Settings(shape, self.form(shape.head_dim), self.rotations)
+        calibrate(plan, settings, device, progress)
         return {}
 
     def extra_files(self, plan: Plan) -> dict[str, bytes]:
-        return {
-            f"{FOLDER}/{p.name}": p.read_bytes() for p in sorted((plan.work / FOLDER).iterdir()) if p.suffix != ".ok"
-        }
+        return {f"{FOLDER}/{p.name}": p.read_bytes() for p in sorted((plan.work / FOLDER).iterdir())}
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         source = Checkpoint(plan.source).manifest or {}  # whose weights these are
         kept = {key: source[key] for key in ("calibration", "report") if key in source}
         return kept | {"kv_cache": told(read_json(plan.work / FOLDER / FACTS_NAME))}
 
+    @classmethod
+    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+        told = manifest.get("kv_cache")
+        if told is None:  # weights have changed since: the calibration was left behind
+            return Card()
+        return Card(
+            paragraphs=(
+                f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
+                f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
+                f"{OURS} generates with it; other loaders ignore it.",
+            )
+        )
+
     def result_config(self, config: dict, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         return config | {CONFIG_KEY: FOLDER}
-
-
-def calibrate_kv(plan: Plan, recipe: KVRecipe, device: str, progress: Progress) -> None:
-    """Runs the model over the text and leaves the sidecar's files in the work folder; finds them there when it is resumed.
-
-    Raises UsageError for a model whose attention cannot be looked at, TilepressError naming the layer for keys that are not finite.
-    """
-    checkpoint = Checkpoint(plan.source)
-    shape = attention_shape(checkpoint, recipe.trust_remote_code)
-    windows = recipe.text.windows(load_tokenizer(checkpoint.path, recipe.trust_remote_code))
-    tokens = sum(map(len, windows))
-    if tokens < shape.head_dim:
-        raise UsageError(f"{recipe.text.dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
-    hashed = weights_hash(checkpoint)
-    identity = hashlib.sha256(
-        json.dumps([plan.fingerprint, windows, hashed, torch.device(device).type]).encode()
-    ).hexdigest()
-    done = plan.work / FOLDER / "identity.ok"
-    if done.exists() and done.read_text() == identity:
-        return
-    targets, _ = find_targets(checkpoint, (), recipe.trust_remote_code, quantized=True)
-    stored = targets[0].dtype
-    model = LayerByLayer(
-        checkpoint, targets, device, stored if device != "cpu" else torch.float32, None, recipe.trust_remote_code
-    )
-    form = recipe.form(shape.head_dim)
-    rotates, layers, report, shape = _search(model, shape, windows, stored, form, recipe.rotations, progress)
-    wanted = recipe.text.nsamples * recipe.text.seqlen
-    warnings = [f"{recipe.text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
-    facts = {
-        "model_dtype": dtype_name(stored),
-        "query_heads": shape.heads,
-        "rotary_dim": shape.rotary_dim,
-        "rope_pairs": ("neighbours" if shape.interleaved else "halves") if shape.rotary_dim else "none",
-        "windows": len(windows),
-        "tokens": tokens,
-        "computed_in": dtype_name(model.dtype),
-        "device": torch.device(device).type,
-        "warnings": warnings,
-        "report": report,
-    }
-    calibration = KVCalibration(form, shape.kv_heads, tuple(layers), rotates, form.refits, facts)
-    (plan.work / FOLDER).mkdir(exist_ok=True)
-    for name, content in to_files(calibration, hashed).items():
-        write_atomic(plan.work / name, content, plan.work)
-    write_atomic(done, identity.encode(), plan.work)
-
-
-def _search(
-    model: LayerByLayer,
-    shape: AttentionShape,
-    windows: list[list[int]],
-    stored: torch.dtype,
-    form: KVFormat,
-    rotations: tuple[bool, ...],
-    progress: Progress,
-) -> tuple[bool, list[tuple[Side, Side]], list[dict], AttentionShape]:
-    """Whether keys are rotated, each layer's sides and facts, and the shape with the rotary dimension that was seen."""
-    check_vocabulary(windows, model.model)
-    hidden = [model.embed(torch.tensor(window)).to(stored) for window in windows]
-    shape = replace(shape, rotary_dim=rotary_dim(model, shape))
-    watch = Watch(model, shape)
-    tried: dict[bool, list[tuple[Side, Side, dict]]] = {rotate: [] for rotate in rotations}
-    for number, layer in enumerate(model.layers):
-        progress(f"calibrating {layer}", 0)
-        seen = watch.layer(layer, hidden, _SAMPLED_WINDOWS)
-        for rotate, found in tried.items():
-            keys, values, facts = choose(seen, form, rotate)
-            found.append((keys, values, {"layer": number} | facts))
-        progress(f"calibrating {layer}", 1)
-    rotate = min(tried, key=lambda rotate: sum(facts["output_error"] ** 2 for *_, facts in tried[rotate]))
-    return rotate, [found[:2] for found in tried[rotate]], [found[2] for found in tried[rotate]], shape
 
 
 def sizes(form: KVFormat, heads: int) -> dict:

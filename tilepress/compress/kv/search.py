@@ -26,18 +26,19 @@ CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  #
 
 
 def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
-    """Keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
+    """Return the keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
     exact = [attend(sample, seen.scaling) for sample in seen.samples]
     power = max(sum(float(out.square().sum()) for out in exact), 1e-30)
 
+    def back(x: Tensor, what: str, side: Side) -> Tensor:
+        """Return x [heads, tokens, D] float32 as it comes back from the cache."""
+        return fake_quantize(x.transpose(0, 1), form, *side, rotate and what == "key", form.refits).transpose(0, 1)
+
     def error(**sides: Side) -> float:
-        """Relative squared error of the attention's outputs with quantized keys, values or both."""
-        back = {
-            what: (lambda x, what=what, side=side: _back(x, form, side, rotate and what == "key"))
-            for what, side in sides.items()
-        }
+        """Return the relative squared error of the attention's outputs with quantized keys, values or both."""
         quantized = [
-            s._replace(**{what: again(getattr(s, what)) for what, again in back.items()}) for s in seen.samples
+            s._replace(**{what: back(getattr(s, what), what, side) for what, side in sides.items()})
+            for s in seen.samples
         ]
         differences = (attend(s, seen.scaling) - out for s, out in zip(quantized, exact, strict=True))
         return sum(float(difference.square().sum()) for difference in differences) / power
@@ -54,7 +55,7 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
     facts["output_error"] = error(**chosen) ** 0.5
     for what, side in chosen.items():
         exact_rows = [getattr(sample, what) for sample in seen.samples]
-        off = sum(float((_back(x, form, side, rotate and what == "key") - x).square().sum()) for x in exact_rows)
+        off = sum(float((back(x, what, side) - x).square().sum()) for x in exact_rows)
         facts[f"{what}_error"] = (off / max(sum(float(x.square().sum()) for x in exact_rows), 1e-30)) ** 0.5
         if form.static:
             shares = [clamped_share(x.transpose(0, 1), form, side.channels, side.fixed) for x in exact_rows]
@@ -62,29 +63,22 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
     return chosen["key"], chosen["value"], facts
 
 
-def _back(x: Tensor, form: KVFormat, side: Side, rotate: bool) -> Tensor:
-    """x [heads, tokens, D] float32 as it comes back from the cache."""
-    return fake_quantize(x.transpose(0, 1), form, *side, rotate, form.refits).transpose(0, 1)
-
-
 def attend(sample: Sample, scaling: float) -> Tensor:
-    """Causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
+    """Return causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
     scores = torch.einsum("hgnd,htd->hgnt", sample.query, sample.key) * scaling
     later = torch.arange(sample.key.shape[1], device=sample.key.device)[None] > sample.positions[:, None]
     return torch.einsum("hgnt,htd->hgnd", scores.masked_fill(later, -torch.inf).softmax(-1), sample.value)
 
 
 def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
-    """One point of the grid."""
+    """Return the side at one point of the grid."""
     rotate = rotate and what == "key"
     low, high = _range(seen, what, form)
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
     if rotate:
         variance = seen.key.power - seen.tokens * mean.double().square()
-        ratio = by_pairs(variance, seen.shape, torch.sum).clamp(min=1e-12) / by_pairs(
-            seen.query_power, seen.shape, torch.sum
-        ).clamp(min=1e-12)
-        scale = ratio.sqrt().float() ** alpha
+        keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, seen.query_power))
+        scale = (keys / queries).sqrt().float() ** alpha
     else:
         reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
         scale = (by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach) ** alpha
@@ -96,7 +90,7 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
 
 
 def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Least and largest value of each channel: [KV heads, D] each."""
+    """Return the least and the largest value of each channel: [KV heads, D] each."""
     ranges = getattr(seen, what)
     if what == "value" or not form.static:
         return ranges.low, ranges.high
@@ -105,7 +99,7 @@ def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def _weight(seen: LayerSeen, what: str, scale: Tensor, rotate: bool) -> Tensor:
-    """How much a squared error of each channel's codes matters: [KV heads, D], a mean of 1 in each head."""
+    """Return how much a squared error of each channel's codes matters: [KV heads, D], a mean of 1 in each head."""
     if rotate:
         return torch.ones_like(scale)
     weight = scale.square() * (seen.query_power.float() if what == "key" else 1.0)
@@ -113,7 +107,7 @@ def _weight(seen: LayerSeen, what: str, scale: Tensor, rotate: bool) -> Tensor:
 
 
 def _static_scales(low: Tensor, high: Tensor, channels: Tensor, form: KVFormat, clip: float) -> Tensor:
-    """(scale, shift) of each group: float16 [KV heads, groups, 2]."""
+    """Return (scale, shift) of each group: float16 [KV heads, groups, 2]."""
     below, above = (((x - channels[0]) / channels[1]).unflatten(-1, (form.groups, -1)) for x in (low, high))
     below, above = below.amin(-1), above.amax(-1)
     middle, half = (below + above) / 2, (above - below) / 2 * clip

@@ -8,14 +8,14 @@ arguments that each layer would have had. They may depend on the window's length
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint, linear_shape, model_names, module_path
+from tilepress.formats.checkpoint import Checkpoint, model_names, module_path
 from tilepress.formats.stripes import converted
 from tilepress.models.experts import SeparateExperts, place_of
 from tilepress.models.meta import build_meta_model
@@ -24,7 +24,7 @@ _WITHOUT = "what runs no model still works: prune --method magnitude, quantize -
 
 
 class LayerByLayer:
-    """The decoder layers of a checkpoint's model; see the module's text. Only the layers' hidden states are cached by callers."""
+    """The decoder layers of a checkpoint's model, each loaded while it is worked on; callers keep the hidden states between layers."""
 
     def __init__(
         self,
@@ -35,15 +35,11 @@ class LayerByLayer:
         stored_dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
     ):
-        """Computes in `dtype`, with weights rounded to `stored_dtype` first if there is one.
+        """Compute in `dtype`, with weights rounded to `stored_dtype` first if there is one.
 
         Raises UsageError for an architecture whose decoder layers are not found."""
-        self.checkpoint, self.device, self.dtype, self.stored_dtype = (
-            checkpoint,
-            torch.device(device),
-            dtype,
-            stored_dtype,
-        )
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.dtype, self.stored_dtype = dtype, stored_dtype
         with parameters_on_meta():
             self.model = build_meta_model(checkpoint, trust_remote_code, device="cpu")
         self._separate_experts({target.name for target in targets})
@@ -63,10 +59,9 @@ class LayerByLayer:
         self._load_outside()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What the first layer gets for token ids [tokens]: [1, tokens, hidden] on the CPU.
+        """Return what the first layer gets for token ids [tokens]: [1, tokens, hidden] on the CPU.
 
-        Keeps what else the layers get; it depends on the length alone.
-        """
+        Keeps what else the layers get, which may depend on the length alone; raises UsageError otherwise."""
         modules, found = [self.model.get_submodule(path) for path in self.layers], []
 
         def recorder(hidden_states: Tensor, *args, **kwargs):
@@ -97,7 +92,7 @@ class LayerByLayer:
         return found[0][0].cpu()
 
     def run(self, layer: str, hidden: Tensor, twin: nn.Module | None = None, grad: bool = False) -> Tensor:
-        """A loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen; or that of a `twin` of it."""
+        """Return a loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen; or that of a `twin` of it."""
         args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]
         with torch.set_grad_enabled(grad):
             module = self.model.get_submodule(layer) if twin is None else twin
@@ -105,12 +100,12 @@ class LayerByLayer:
         return out[0] if isinstance(out, tuple) else out
 
     def argument(self, name: str):
-        """What the first layer gets by this name beside the hidden states, or None."""
+        """Return what the first layer gets by this name beside the hidden states, or None."""
         return next(iter(self._arguments.values()))[0][1].get(name)
 
     @contextlib.contextmanager
     def loaded(self, layer: str) -> Iterator[nn.Module]:
-        """The layer with its weights, for as long as the context lasts."""
+        """Give the layer its weights for as long as the context lasts."""
         module = self.model.get_submodule(layer)
         try:
             self._load(layer, module)
@@ -124,7 +119,7 @@ class LayerByLayer:
             _give_back()
 
     def load_all(self) -> nn.Module:
-        """The whole model with its weights, for good."""
+        """Return the whole model with its weights, which it keeps."""
         for layer in self.layers:
             self._load(layer, self.model.get_submodule(layer))
         tied = getattr(self.model, "all_tied_weights_keys", {})
@@ -138,7 +133,7 @@ class LayerByLayer:
         return self.model
 
     def _separate_experts(self, targets: set[str]) -> None:
-        """Experts that are stored one by one become modules of their own, targets or not: the model merges them, the checkpoint has them apart."""
+        """Make modules of experts that are stored one by one, targets or not: the model merges them, the checkpoint has them apart."""
         known, found = {path for path, _ in self.model.named_modules()}, {}
         for name, weight in self.checkpoint.weights.items():
             place = place_of(name, known)
@@ -172,7 +167,7 @@ class LayerByLayer:
         return placed, unplaced
 
     def _find_layers(self) -> list[str]:
-        """The outermost list of modules that holds most of the targets."""
+        """Return the paths in the outermost list of modules that holds most of the targets."""
         counts = {}
         for path, module in self.model.named_modules():
             if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in counts):
@@ -183,7 +178,7 @@ class LayerByLayer:
         return [f"{best}.{name}" for name, _ in self.model.get_submodule(best).named_children()]
 
     def _stored_names(self) -> dict[str, str]:
-        """Through the renamings that transformers knows."""
+        """Return the stored name of each tensor of the model, through the renamings that transformers knows."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
 
@@ -200,7 +195,7 @@ class LayerByLayer:
         return found | {f"{path}.weight": name for name, path in self.module_of.items()}
 
     def _load_outside(self) -> None:
-        """Embeddings and whatever else is in no decoder layer; not the output head."""
+        """Load embeddings and whatever else is in no decoder layer, but not the output head."""
         head = self.model.get_output_embeddings()
         for path, module in self.model.named_modules():
             if module is not head and not any(path == layer or path.startswith(f"{layer}.") for layer in self.layers):
@@ -258,13 +253,13 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system: glibc would keep what a layer took, in pieces that the next one does not fit into."""
+    """Return freed memory to the system: glibc would keep what a layer took, in pieces that the next one does not fit into."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _same(one: list, other: list) -> bool:
-    """Whether two nested values hold nearly equal tensors; tensors that layers share are compared once."""
+    """Return whether two nested values hold nearly equal tensors; tensors that layers share are compared once."""
     seen = set()
 
     def same(a, b) -> bool:
@@ -281,26 +276,3 @@ def _same(one: list, other: list) -> bool:
         return True
 
     return one is other or same(one, other)
-
-
-def linears_run(layer: nn.Module, prefix: str, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """The inputs of the linear layers that a run goes through, by module path, in their order."""
-    seen: dict[str, Tensor] = {}
-
-    def hook(path: str):
-        def keep(_, args) -> None:
-            seen.setdefault(path, args[0])
-
-        return keep
-
-    handles = [
-        module.register_forward_pre_hook(hook(path))
-        for path, module in layer.named_modules(prefix=prefix)
-        if linear_shape(module)
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen

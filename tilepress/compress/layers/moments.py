@@ -1,8 +1,8 @@
 """Second moments of a linear layer's input over calibration text: what wanda, SparseGPT and ADMM know about it.
 
-H = sum of x x' over tokens, [in, in] in float32. A layer that shall give W x for the dense model's inputs x while it gets the pruned model's z needs the
-cross moments C = sum of x z' too: the least squares target of the weight is then (W C + damping W) (H + damping)^-1 in place of W (GPTAQ, Li et al. 2025, arXiv
-2504.02692, derives the same for quantization). Memory is one [in, in] matrix, or two.
+H = sum of x x' over tokens, [in, in] in float32. A layer that is to give W x for the dense model's inputs x while it gets the pruned model's
+z needs the cross moments C = sum of x z' too: the least squares target of the weight is then (W C + damping W) (H + damping)^-1 in place of W
+(GPTAQ, Li et al. 2025, arXiv 2504.02692, derives the same for quantization). Memory is one [in, in] matrix, or two.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _DAMPINGS = 4  # tried, each ten times the last
 
 @dataclass
 class Moments:
-    """Of one input with so many channels. `cross`: of the dense model's input with it as well."""
+    """Moments of one input with so many channels; with `cross` those of the dense model's input with it, too."""
 
     width: int
     cross: bool = False
@@ -28,8 +28,7 @@ class Moments:
     _difference: Tensor | None = field(default=None, repr=False)  # C - H
 
     def add(self, x: Tensor, name: str, dense: Tensor | None = None) -> None:
-        """x [..., channels], with `dense` of the same shape where cross moments are asked for. Raises TilepressError naming the layer if a value is
-        not finite."""
+        """Add x [..., channels], with `dense` of the same shape for cross moments. Raises TilepressError naming the layer if a value is not finite."""
         given = x.detach().reshape(-1, self.width)
         if not len(given):
             return
@@ -60,17 +59,14 @@ class Moments:
         return (self._sum.diagonal() / self.tokens).sqrt()
 
     def hessian(self, damping: float) -> Tensor:
-        """H / tokens, symmetric, with `damping` times its mean on the diagonal: positive definite also with dead channels or few tokens."""
+        """Return H / tokens, symmetric, with `damping` times its mean on the diagonal: positive definite also with dead channels or few tokens."""
         upper = self._sum.triu() / self.tokens
         found = upper + upper.triu(1).t()
-        found.diagonal().add_(self._ridge(damping))
+        found.diagonal().add_(max(damping * float(self._sum.diagonal().mean()) / self.tokens, 1e-12))
         return found
 
-    def _ridge(self, damping: float) -> float:
-        return max(damping * float(self._sum.diagonal().mean()) / self.tokens, 1e-12)
-
     def target(self, weight: Tensor, inverse: Tensor, share: float) -> Tensor:
-        """What the weight [out, in] should be on the pruned model's inputs to give the dense model's outputs.
+        """Return what the weight [out, in] should be on the pruned model's inputs to give the dense model's outputs.
 
         `inverse` is the `inverse_factor` of `hessian`. Of the difference between the two models' inputs the `share` is made up for."""
         if not self.cross or not share:
@@ -79,15 +75,16 @@ class Moments:
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """x [tokens, channels] with tokens of zeros up to 64 or a higher power of two, where a CPU has bfloat16 matrix units: oneDNN compiles and keeps
-    a kernel of nearly a megabyte for every number of tokens, and experts get any."""
+    """Fill x [tokens, channels] in bfloat16 on a CPU up with zeros to 64 tokens or a higher power of two.
+
+    oneDNN compiles and keeps a kernel of nearly a megabyte for every number of tokens, and experts get any number."""
     if x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, (1 << max(6, (len(x) - 1).bit_length())) - len(x)))
 
 
 def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
-    """The lower factor of a positive definite matrix, with more on its diagonal if rounding made it indefinite.
+    """Return the lower factor of a positive definite matrix, with more on its diagonal if rounding made it indefinite.
 
     Raises TilepressError if ten times more, three times over, does not help."""
     more = 0.0
@@ -102,7 +99,7 @@ def cholesky(matrix: Tensor, name: str = "the matrix") -> Tensor:
 
 
 def inverse_factor(matrix: Tensor, name: str = "the matrix") -> Tensor:
-    """The upper U with U' U the inverse of a positive definite matrix; raises as `cholesky` does.
+    """Return the upper U with U' U the inverse of a positive definite matrix; raises as `cholesky` does.
 
     From one factorization: if the matrix with rows and columns reversed is L L', then L^-1 reversed is U."""
     lower = cholesky(matrix.flip(0, 1), name)
@@ -112,8 +109,9 @@ def inverse_factor(matrix: Tensor, name: str = "the matrix") -> Tensor:
 
 @contextlib.contextmanager
 def exact_products(x: Tensor):
-    """Faster units for float32 products of values that x's dtype holds exactly; sums are float32 either way: on a card TensorFloat-32 for bfloat16 and
-    float16, on a CPU bfloat16 matrix units for bfloat16."""
+    """Use faster units for float32 products of values that x's dtype holds exactly; sums are float32 either way.
+
+    These are TensorFloat-32 on a card for bfloat16 and float16, and bfloat16 matrix units on a CPU for bfloat16."""
     on_card = x.device.type == "cuda"
     if x.dtype not in ((torch.bfloat16, torch.float16) if on_card else (torch.bfloat16,)):
         yield

@@ -1,8 +1,9 @@
 """A model's hidden states on their way through one decoder layer, which runs over them several times.
 
-It runs for each of its inputs that is looked at, and once more for its outputs. Parts of the layer that have nothing left to prune need not run every
-time: on the CPU their outputs are kept, for as long as the layer is worked on. A part that ends in a linear layer need not run for that either, once that
-layer's input was looked at. Outputs take as much memory as the hidden states, inputs up to KEPT_BYTES; a card would rather run.
+The layer runs for each of its inputs that is looked at, and once more for its outputs. Parts of it that have nothing left to prune need not
+run every time: on the CPU their outputs are kept for as long as the layer is worked on. A part that ends in a linear layer need not run for
+that either, once that layer's input was looked at. Outputs take as much memory as the hidden states, inputs up to KEPT_BYTES; a card would
+rather run.
 """
 
 import contextlib
@@ -15,25 +16,25 @@ from torch import Tensor, nn
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.formats.checkpoint import linear_shape
 
-KEPT_BYTES = 1 << 30  # of the inputs of one linear layer
+KEPT_BYTES = 1 << 30  # at most, for the inputs of one linear layer
 
 
 class Stream:
-    """`hidden` [1, tokens, hidden] of every window, in a list that `advance` changes; `module` is the loaded layer or a twin of it."""
+    """The hidden states [1, tokens, hidden] of every window, in a list that `advance` changes, before a loaded layer or a twin of it."""
 
     def __init__(self, model: LayerByLayer, layer: str, module: nn.Module, hidden: list[Tensor]):
         self.model, self.layer, self.module, self.hidden = model, layer, module, hidden
         self.modules = dict(module.named_modules(prefix=layer))
         self._settled: list[str] = []
         self._kept: dict[tuple[str, int], Tensor | tuple] = {}  # outputs of settled children, by window
-        # Of a linear layer whose output is a child's: the child, and what follows in its tuple.
+        # For a linear layer whose output is a child's: the child, and what follows in its tuple.
         self._ends: dict[str, tuple[str, tuple | None]] = {}
         # What is left of a child's run once that linear layer's input was seen, by window.
         self._rest: dict[tuple[str, int], Callable[[], Tensor | tuple]] = {}
 
     @property
     def _children(self) -> list[str]:
-        """That have linear layers. On a card none: nothing is kept there."""
+        """The layer's children that have linear layers; none on a card, where nothing is kept."""
         return [
             f"{self.layer}.{name}"
             for name, child in self.module.named_children()
@@ -41,11 +42,11 @@ class Stream:
         ]
 
     def settle(self, changing: set[str]) -> None:
-        """From now on the layer's children without any of these linear layers give the same in every run."""
+        """Take it that the layer's children without any of these linear layers give the same in every run from now on."""
         self._settled = [child for child in self._children if not any(_within(path, child) for path in changing)]
 
     def find_ends(self, probe: Tensor) -> None:
-        """Runs the layer on hidden states to see which of its children end in a linear layer."""
+        """Run the layer on hidden states to see which of its children end in a linear layer."""
         children = self._children
         if not children:
             return
@@ -74,18 +75,20 @@ class Stream:
                     self._ends[path] = child, rest
 
     def saw(self, path: str, window: int, x: Tensor) -> None:
-        """The input of a linear layer: where a child ends in it, all that the child needs to be run again for if nothing else of it changes."""
+        """Keep the input of a linear layer in which a child ends: from there the child can be run again while nothing else of it changes."""
         if path in self._ends and x.untyped_storage().nbytes() * len(self.hidden) <= KEPT_BYTES:
             child, rest = self._ends[path]
             self._rest[child, window] = partial(_finish, self.modules[path], x, rest)
 
     def after(self, path: str, following: str) -> str:
-        """Where to stop a run that is to see the input of `path`: there, or at the `following` linear layer if a settled child is complete by then."""
+        """Return where to stop a run that is to see the input of `path`.
+
+        That is there, or at the `following` linear layer if a settled child is complete by then."""
         complete = any(_within(path, child) and not _within(following, child) for child in self._settled)
         return following if complete else path
 
     def run(self, window: int) -> Tensor:
-        """The layer's output for a window."""
+        """Return the layer's output for a window."""
         hidden = self.hidden[window]
         with self._reusing(window, hidden):
             return self.model.run(self.layer, hidden, self.module)
@@ -96,7 +99,7 @@ class Stream:
             self._kept.pop((child, window), None)
 
     def advance(self) -> None:
-        """Puts the layer's outputs in place of its inputs; the layer changes no more."""
+        """Put the layer's outputs in place of its inputs; the layer changes no more."""
         self.settle(set())
         for window in range(len(self.hidden)):
             self.advance_one(window)
@@ -136,6 +139,6 @@ def _within(path: str, module: str) -> bool:
 
 
 def _is_like(out, hidden: Tensor) -> bool:
-    """Whether an output is a tensor of the hidden states' shape, alone or in a tuple of nothing else."""
+    """Return whether an output is a tensor of the hidden states' shape, alone or in a tuple of nothing else."""
     first, *rest = out if isinstance(out, tuple) else (out,)
     return isinstance(first, Tensor) and first.shape == hidden.shape and all(other is None for other in rest)

@@ -1,143 +1,312 @@
-"""A walk through a model's decoder layers with calibration text, one layer in memory at a time, that a stopped run continues.
+"""One walk through a model's decoder layers over calibration text, with one layer in memory at a time.
 
-What is done with a layer is a `Visitor`'s business; what it finds (facts and tensors) is a pair of files in the work folder. When the last layer is
-done they become
-two: the facts, which go to the manifest, and the tensors, which `Recipe.transform` looks up.
+A `Visitor` says what is done with a layer. The `Walk` owns the rest: windows of text, hidden states between layers (`streams`), progress,
+and files in the work folder. Each visited layer becomes a pair of files, its facts and its tensors. A stopped run finds them and takes the
+hidden states through finished layers again (`skip`), or, where that costs as much as a visit (`keeps_streams`), reads the states that the
+walk writes every minute. At the end all facts become one file, which names what they were made from: its `identity`. `Found` reads it.
 """
 
 import hashlib
 import json
+import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from tilepress.compress.layers.groups import Group, find_groups
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.run.plan import Plan, Progress, source_mtime
+from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError, dtype_name
-from tilepress.formats.artifact import to_json, write_atomic
+from tilepress.formats.artifact import disk_errors, temporary_name, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_json
-from tilepress.text import Text, check_vocabulary, load_tokenizer
+from tilepress.text import check_vocabulary, load_tokenizer
 
-FACTS = "calibration.json"  # in the work folder
-PROBE_TOKENS = 32  # of the short runs that find groups and try folds
+CALIBRATION = "calibration"  # the walk whose facts the manifest keeps under this name
+HIDDEN = "hidden"  # the stream that every walk has
+PROBE_TOKENS = 32  # length of the short runs that find groups and try folds
+FEW_TOKENS = 128  # an input that saw fewer tokens says little
+KEEP_EVERY_S = 60.0  # at most so often are streams written, at the end of a layer
 
 
-class Visitor(Protocol):
-    """Looks at a layer, and leaves the layer's outputs in place of its inputs, `hidden` (a list of [1, tokens, hidden] in the model's dtype,
-    at first on the CPU)."""
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer that a walk has come to, with the hidden states that reach it."""
+
+    model: LayerByLayer
+    path: str  # of its module
+    number: int
+    streams: dict[str, list[Tensor]]  # the walk's: [1, tokens, hidden] for each window
+    progress: Progress
+    scratch: Path  # a file for the state of a long visit; the walk removes it when the layer is done
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The inputs, which a visit replaces by the layer's outputs."""
+        return self.streams[HIDDEN]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Stored names of the layer's targets by their module paths."""
+        return {self.model.module_of[target.name]: target.name for target in self.model.targets_of[self.path]}
+
+    @property
+    def elements(self) -> int:
+        """Elements of the layer's targets."""
+        return sum(target.elements for target in self.model.targets_of[self.path])
+
+    @property
+    def probe(self) -> Tensor:
+        """The first tokens of the shortest window, [1, up to PROBE_TOKENS, hidden]."""
+        return min(self.hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
+
+    def groups(self, module: nn.Module, fold: bool = False) -> list[Group]:
+        """Return the groups of the loaded layer's targets. Raises TilepressError for a target that the model does not run."""
+        paths, probe = set(self.names), self.probe
+        run = lambda: self.model.run(self.path, probe)  # noqa: E731
+        groups = find_groups(module, self.path, paths, self.model.head_dim, run, fold)
+        unused = sorted(paths - {path for group in groups for path in group.linears})
+        if unused:
+            raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
+        return groups
+
+    def outputs(self, stream: str = HIDDEN) -> Iterator[Tensor]:
+        """Yield the loaded layer's output for each window of a stream, on the CPU in the stream's dtype."""
+        for h in self.streams[stream]:
+            yield self.model.run(self.path, h).to(h.dtype).cpu()
+
+    def advance(self, stream: str = HIDDEN) -> None:
+        """Replace each window of a stream by the loaded layer's output for it."""
+        for i, h in enumerate(self.outputs(stream)):
+            self.streams[stream][i] = h
+
+
+class Visitor:
+    """What is done with each layer of a walk. Between layers a visitor keeps nothing but streams, which the walk knows of."""
 
     dtype: torch.dtype  # of hidden states between layers
+    doing = "calibrating"  # what progress says before the layer's name
+    reports = False  # whether `visit` reports the layer's units itself
+    keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
+    targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
-    def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
-        """Before the first layer."""
+    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
+        """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
+        return windows
 
-    def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
-        """Facts, each a list that the manifest's lists are made of, and tensors."""
+    def compute_dtype(self, device: str) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return compute_dtype(self.dtype, device)
 
-    def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """A layer that was visited before the run was stopped."""
+    def model(self, plan: Plan, device: str) -> LayerByLayer:
+        """Return the model to walk through, by default the plan's source."""
+        targets, compute, stored = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
+        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
+
+    def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
+        """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
+
+    def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
+        """Return the layer's facts, each a list that the walk appends to that of the layers before, and its tensors.
+
+        Leaves the layer's outputs in all streams."""
+        raise NotImplementedError
+
+    def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
+        """Take all streams through a layer whose visit, before the run was stopped, gave these tensors; by default as it is stored."""
+        with layer.model.loaded(layer.path):
+            for stream in layer.streams:
+                layer.advance(stream)
+
+    def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        """Return the facts of the whole walk, given those of all its layers. Streams are complete where the walk keeps them."""
+        return facts
+
+    def units(self, layer: Layer) -> int:
+        """Return what the layer counts in progress."""
+        return layer.elements
 
 
 class Found:
     """What a finished walk left in a folder; tensors are read when they are asked for. Picklable."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, name: str = CALIBRATION):
+        self.folder, self.name = folder, name
 
     def __reduce__(self):
-        return type(self), (self.folder,)
+        return type(self), (self.folder, self.name)
 
     @cached_property
     def facts(self) -> dict:
-        """Windows, tokens, warnings and what the visitor found; and what it was made from, as `identity`."""
-        return read_json(self.folder / FACTS)
+        """Facts for the manifest; the identity holds times of files, so no artifact does."""
+        return {key: value for key, value in self._all.items() if key not in ("identity", "files")}
+
+    @cached_property
+    def _all(self) -> dict:
+        return read_json(self.folder / f"{self.name}.json")
 
     @cached_property
     def _files(self) -> dict[str, "safe_open"]:
-        files = [safe_open(self.folder / name, framework="pt") for name in self.facts["layers"]]
+        files = [safe_open(self.folder / name, framework="pt") for name in self._all["files"]]
         return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
     def get(self, key: str) -> Tensor | None:
+        """Return a tensor on the CPU, or None where there is none of that name."""
         return self._files[key].get_tensor(key) if key in self._files else None
 
 
-def walk(
-    plan: Plan,
-    text: Text,
-    visitor: Visitor,
-    device: str,
-    progress: Progress,
-    stored_dtype: torch.dtype | None = None,
-    trust_remote_code: bool = False,
-) -> None:
-    """Takes a visitor through all layers; finds finished ones, or all of them, in the work folder.
+@dataclass
+class Walk:
+    """Takes a visitor through all layers of a model; `run` is all that there is to do with it."""
 
-    Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer."""
-    checkpoint = Checkpoint(plan.source)
-    windows = text.windows(load_tokenizer(checkpoint.path, trust_remote_code))
-    compute = compute_dtype(visitor.dtype, device)
-    identity = identity_of(plan, windows, device, compute)
-    if (plan.work / FACTS).exists():
-        check_identity(Found(plan.work).facts.get("identity"), identity, plan, text)
-        return
-    tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
-    facts: dict = {"identity": identity, "windows": len(windows), "tokens": tokens, "warnings": []}
-    if tokens < wanted:
-        facts["warnings"].append(f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for")
-    facts |= {"computed_in": dtype_name(compute), "device": torch.device(device).type}
-    model = LayerByLayer(checkpoint, plan.targets, device, compute, stored_dtype, trust_remote_code)
-    check_vocabulary(windows, model.model)
-    files = [plan.work / f"layer-{identity[:16]}-{i:04d}" for i in range(len(model.layers))]
-    last = max(i for i, file in enumerate(files) if i == 0 or not file.with_suffix(".json").exists())
-    hidden = [model.embed(torch.tensor(window)).to(visitor.dtype) for window in windows]
-    model.embed(torch.zeros(min(PROBE_TOKENS, *map(len, windows)), dtype=torch.long))  # for the probes
-    visitor.start(model, hidden)
-    for number, (layer, file) in enumerate(zip(model.layers, files, strict=True)):
-        progress(f"calibrating {layer}", 0)
-        tensors_file, facts_file = file.with_suffix(".safetensors"), file.with_suffix(".json")
-        if not facts_file.exists():
-            found, tensors = visitor.visit(model, layer, hidden)
-            write_atomic(tensors_file, save(tensors), plan.work)
-            write_atomic(facts_file, to_json(found), plan.work)
-        elif number < last:
-            visitor.skip(model, layer, hidden, load_file(tensors_file))
-        progress(f"calibrating {layer}", sum(target.elements for target in model.targets_of[layer]))
-    for file in files:
-        for key, values in read_json(file.with_suffix(".json")).items():
-            facts.setdefault(key, []).extend(values)
-    facts["layers"] = [file.with_suffix(".safetensors").name for file in files]
-    write_atomic(plan.work / FACTS, to_json(facts), plan.work)
+    plan: Plan
+    name: str  # of its files in the work folder
+    visitor: Visitor
+    dataset: str  # for messages
+    windows: list[list[int]]  # token ids
+    device: str
+    progress: Progress
+    identity: str
+    facts: dict  # that come before those of the layers
+
+    @classmethod
+    def over_text(cls, plan: Plan, name: str, visitor: Visitor, device: str, progress: Progress) -> "Walk":
+        """Make a walk over the windows of the plan's text. Raises UsageError for a text without tokens."""
+        text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
+        windows = visitor.choose(text.windows(tokenizer), text.dataset)
+        compute = visitor.compute_dtype(device)
+        tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
+        few = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
+        facts = {"windows": len(windows), "tokens": tokens, "warnings": few, "computed_in": dtype_name(compute)}
+        facts["device"] = torch.device(device).type
+        identity = identity_of(plan, windows, device, compute)
+        return cls(plan, name, visitor, text.dataset, windows, device, progress, identity, facts)
+
+    def run(self) -> Found:
+        """Walk through the layers, but for those that are in the work folder already, and return what was found.
+
+        Raises UsageError where the work folder holds what was made from something else, and for an architecture that cannot be run
+        layer by layer."""
+        if found := finished(self.plan, self.name, self.identity, self.dataset):
+            return found
+        visitor, work = self.visitor, self.plan.work
+        model = visitor.model(self.plan, self.device)
+        check_vocabulary(self.windows, model.model)
+        streams = {HIDDEN: [model.embed(torch.tensor(window)).to(visitor.dtype) for window in self.windows]}
+        model.embed(torch.zeros(min(PROBE_TOKENS, *map(len, self.windows)), dtype=torch.long))  # for the probes
+        visitor.start(model, self.windows, streams)
+        stem = f"{self.name}-{self.identity[:16]}"
+        files = [work / f"{stem}-{number:04d}" for number in range(len(model.layers))]
+        kept = work / f"{stem}-streams.safetensors"
+        first = _restore(kept, streams) if visitor.keeps_streams else 0
+        done = {i for i, file in enumerate(files) if file.with_suffix(".json").exists()}
+        # A layer after the streams that were kept is visited again: its visit makes streams.
+        fresh = range(first, len(files)) if visitor.keeps_streams else sorted(set(range(len(files))) - done)
+        written = time.monotonic()
+        for number, (path, file) in enumerate(zip(model.layers, files, strict=True)):
+            scratch = work / f"unfinished-{file.name}.safetensors"
+            layer = Layer(model, path, number, streams, self.progress, scratch)
+            self.progress(f"{visitor.doing} {path}", 0)
+            if number in fresh:
+                facts, tensors = visitor.visit(layer)
+                write_tensors(file.with_suffix(".safetensors"), tensors)
+                write_atomic(file.with_suffix(".json"), to_json(facts), work)
+                scratch.unlink(missing_ok=True)
+                del tensors
+                if visitor.keeps_streams and time.monotonic() - written >= KEEP_EVERY_S:
+                    _keep(kept, streams, number + 1)
+                    written = time.monotonic()
+            elif first <= number < max(fresh, default=0):
+                visitor.skip(layer, load_file(file.with_suffix(".safetensors")))
+            told = visitor.reports and number in fresh
+            self.progress(f"{visitor.doing} {path}", 0 if told else visitor.units(layer))
+        facts = self.facts
+        for file in files:
+            for key, values in read_json(file.with_suffix(".json")).items():
+                facts.setdefault(key, []).extend(values)
+        facts = visitor.finish(facts, streams)
+        keep(work, self.name, self.identity, facts, [f"{file.name}.safetensors" for file in files])
+        kept.unlink(missing_ok=True)
+        return Found(work, self.name)
 
 
-def identity_of(plan: Plan, windows: list[list[int]], device: str, compute: torch.dtype) -> str:
-    """Of what is found out about a model: its weights, the settings, the tokens, and what computes."""
+def _keep(file: Path, streams: dict[str, list[Tensor]], layers: int) -> None:
+    tensors = {f"{name}.{i}": h for name, windows in streams.items() for i, h in enumerate(windows)}
+    write_tensors(file, tensors, {"layers": str(layers)})
+
+
+def _restore(file: Path, streams: dict[str, list[Tensor]]) -> int:
+    """Put the streams of a file in place of the embedded windows; return how many layers they have passed, 0 without a file."""
+    if layers := int(metadata_of(file).get("layers", 0)):
+        tensors, count = load_file(file), range(len(streams[HIDDEN]))
+        names = {key.rpartition(".")[0] for key in tensors}
+        streams |= {name: [tensors[f"{name}.{i}"] for i in count] for name in names}
+    return layers
+
+
+def keep(work: Path, name: str, identity: str, facts: dict, files: list[str]) -> None:
+    """Write what a finished walk found: its facts, and the names of the files with its tensors."""
+    write_atomic(work / f"{name}.json", to_json(facts | {"identity": identity, "files": files}), work)
+
+
+def finished(plan: Plan, name: str, identity: str, dataset: str) -> Found | None:
+    """Return what a finished walk found, or None. Raises UsageError if it was made from something else."""
+    found = Found(plan.work, name) if (plan.work / f"{name}.json").exists() else None
+    if found is not None and found._all["identity"] != identity:
+        raise UsageError(
+            f"the weights, the text of {dataset} or the kind of device have changed since the run in {plan.output} began",
+            "start again with --overwrite",
+        )
+    return found
+
+
+def identity_of(
+    plan: Plan, windows: list[list[int]], device: str, compute: torch.dtype, base: Checkpoint | None = None
+) -> str:
+    """Hash what a walk depends on: weights (also those of a second model), settings, tokens, and what computes."""
     sources = [[shard.source, source_mtime(plan, shard)] for shard in plan.shards]
-    made_from = [plan.fingerprint, windows, sources, torch.device(device).type, dtype_name(compute)]
+    sources += [[name, (base.path / name).stat().st_mtime_ns] for name in base.shards] if base else []
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(torch.tensor([len(window), *window]).numpy().tobytes())
+    made_from = [plan.fingerprint, digest.hexdigest(), sources, torch.device(device).type, dtype_name(compute)]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 
-def check_identity(found: str | None, wanted: str, plan: Plan, text: Text) -> None:
-    """Raises UsageError if what is in the work folder was made from something else."""
-    if found != wanted:
-        raise UsageError(
-            f"the weights, the text of {text.dataset} or the kind of device have changed since {plan.output} was calibrated",
-            "start again with --overwrite",
-        )
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that is there whole or not at all, by one process at a time. Tensors may share memory."""
+    for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a killed run
+        stale.unlink(missing_ok=True)
+    temporary, seen, apart = temporary_name(path.parent, path), set(), {}
+    for name, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        apart[name] = here.clone() if here.data_ptr() in seen else here
+        seen.add(here.data_ptr())
+    with disk_errors(path):
+        save_file(apart, temporary, metadata)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
-def manifest_facts(work: Path) -> dict:
-    """What the manifest keeps. The identity holds times of files: the same run elsewhere would give other bytes."""
-    return {key: value for key, value in Found(work).facts.items() if key not in ("identity", "layers")}
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return what `write_tensors` was given with the tensors; nothing for a file that is not there or not whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
 
 
 def check_inside(model: LayerByLayer) -> None:
-    """Raises UsageError for targets that are in no decoder layer."""
+    """Raise UsageError for targets that are in no decoder layer."""
     if model.outside:
         names = [name.removesuffix(".weight") for name in model.outside]
         raise UsageError(
@@ -147,11 +316,11 @@ def check_inside(model: LayerByLayer) -> None:
 
 
 def wait_for_walk(work: Path, progress: Progress, patience_s: float = 1800.0, every_s: float = 1.0) -> bool:
-    """Another rank's wait until rank 0 is through; False if the whole artifact is complete by then.
+    """Wait, as another rank, until rank 0 has calibrated; return False if the whole artifact is complete by then.
 
     Raises TilepressError when nothing has happened for so long."""
     changed, seen = time.monotonic(), None
-    while not (work / FACTS).exists():
+    while not (work / f"{CALIBRATION}.json").exists():
         if (work.parent / MANIFEST_NAME).exists():
             return False
         progress("waiting for the calibration of rank 0", 0)
@@ -168,6 +337,6 @@ def wait_for_walk(work: Path, progress: Progress, patience_s: float = 1800.0, ev
 
 
 def compute_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """The model's own on a card and on CPUs with bfloat16 matrix units; else float32, which is many times faster there."""
+    """Return the model's own dtype on a card and on CPUs with bfloat16 matrix units; else float32, which is many times faster there."""
     native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)() and dtype == torch.bfloat16
     return dtype if device != "cpu" or native else torch.float32

@@ -1,12 +1,10 @@
 """ADMM on a layer's reconstruction error, then the kept weights refitted on their mask: the solver of ALPS.
 
-Meng, Behdin, Wang & Mazumder 2024 (arXiv 2406.07831), sections 3.1 to 3.3: the weight and its copy with the wanted zeros are driven together under a
-growing penalty,
-so the mask is chosen with all columns in view, where SparseGPT sees 128; afterwards preconditioned conjugate gradients, projected to the mask, find
-the best values on it.
-Columns are scaled to a unit diagonal first, as there. Starts from SparseGPT's result, which it never makes worse. One eigendecomposition of [in, in]
-and two products [out, in] x [in, in] an
-iteration; memory three [in, in] and seven [out, in] matrices in float32.
+Meng, Behdin, Wang & Mazumder 2024 (arXiv 2406.07831), sections 3.1 to 3.3. The weight and its copy with the wanted zeros are driven together
+under a growing penalty, so the mask is chosen with all columns in view, where SparseGPT sees 128. Afterwards preconditioned conjugate
+gradients, projected to the mask, find the best values on it. Columns are scaled to a unit diagonal first, as there. It starts from
+SparseGPT's result, which it never makes worse. An eigendecomposition of [in, in], and two products [out, in] x [in, in] an iteration;
+memory is three [in, in] and seven [out, in] matrices in float32.
 """
 
 import torch
@@ -29,9 +27,9 @@ def prune(
     iterations: int = ITERATIONS,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32; `stay` [out, in] marks elements that are
-    pruned first. `inverse` is the hessian's `inverse_factor`, where the caller has it.
+    """Return weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32.
 
+    `stay` [out, in] marks elements that are pruned first; `inverse` is the hessian's `inverse_factor`, where the caller has it.
     Raises TilepressError for a Hessian that cannot be factored."""
     first = sparsegpt.prune(weight, hessian, zeros, stay, inverse=inverse)
     scale = hessian.diagonal().sqrt()
@@ -67,8 +65,9 @@ def _search(exact: Tensor, hessian: Tensor, start: Tensor, zeros: int, stay: Ten
 
 
 def refit(exact: Tensor, hessian: Tensor, start: Tensor, mask: Tensor, steps: int = REFINEMENTS) -> Tensor:
-    """The weight on `mask` closest to `exact` in the hessian's norm, by conjugate gradients with its diagonal as preconditioner: all [out, in], a
-    system a row."""
+    """Return the weight on `mask` closest to `exact` in the hessian's norm: all [out, in], a system for each row.
+
+    Conjugate gradients, with the hessian's diagonal as preconditioner."""
     diagonal = hessian.diagonal()
     found = start * mask
     residual = ((exact - found) @ hessian) * mask
@@ -86,6 +85,6 @@ def refit(exact: Tensor, hessian: Tensor, start: Tensor, mask: Tensor, steps: in
 
 
 def error(exact: Tensor, hessian: Tensor, weight: Tensor) -> float:
-    """The mean squared error of the outputs, summed over them."""
+    """Return the mean squared error of the outputs, summed over them."""
     difference = exact - weight
     return float(((difference @ hessian) * difference).sum(dtype=torch.float64))

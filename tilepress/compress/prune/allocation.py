@@ -1,87 +1,70 @@
 """How much each weight is pruned, so that all of them together have exactly the zeros that were asked for.
 
-`uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers: elements whose
-|weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures instead: of a few windows it
-prunes one input's weights at a time,
-lets the rest of the dense model run, and sees what the last hidden states lose; weights are then given sparsities at which the next zero costs the
-same everywhere.
-Both read the dense model once more, layer by layer, before anything is pruned. Outside of decoder layers a weight gets the sparsity that was asked for.
+`uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers:
+elements whose |weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures: of a
+few windows it prunes one input's weights at a time, lets the rest of the dense model run, and sees what the last hidden states lose. Weights
+then get sparsities at which the next zero costs the same everywhere. Both read the dense model once more before anything is pruned. Outside
+of decoder layers a weight gets the sparsity that was asked for.
 """
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from tilepress.compress.layers.walk import check_identity, compute_dtype, identity_of
+from tilepress.compress.layers.walk import FEW_TOKENS
+from tilepress.compress.prune.settings import Settings
+from tilepress.compress.prune.survey import CURVE, survey
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.checkpoint import read_json
-from tilepress.text import load_tokenizer
-
-if TYPE_CHECKING:
-    from tilepress.compress.prune.recipe import PruneRecipe
 
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder
-OUTLIER = 5.0  # times the mean
 OWL_REACH = 0.08  # half of what lies between the least and the most of layers, as in the paper
-AUTO_REACH = 0.12  # a weight's
-CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss is known
+AUTO_REACH = 0.12  # how far a weight's sparsity may be from the one that was asked for
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The zeros of each weight by its stored name, how they were chosen, and the identity of what was looked at for that."""
+    """The zeros of each weight by its stored name, how they were chosen, and facts for the manifest."""
 
     chosen: str
     zeros: dict[str, int]
     facts: dict
-    identity: str | None = None
 
 
-def allocate(plan: Plan, recipe: "PruneRecipe", device: str, progress: Progress) -> Allocation:
-    """Lays out the zeros of a plan's targets; the result is a file in the work folder, which a resumed run finds.
+def allocate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Allocation:
+    """Lay out the zeros of a plan's targets, and write them to the work folder for `read_allocation`.
 
-    Raises UsageError for too little text, and for other text, weights or another kind of device than that file was made with."""
-    path, targets, sparsity = plan.work / FILE, plan.targets, recipe.sparsity
-    sparsities, facts, identity = {target.name: sparsity for target in targets}, {}, None
-    if recipe.allocation != "uniform":
-        from tilepress.compress.prune.survey import FEW_TOKENS, survey
-
-        windows = recipe.text.windows(load_tokenizer(plan.source, recipe.trust_remote_code))
-        compute = compute_dtype(recipe.dtype or targets[0].dtype, device)
-        identity = identity_of(plan, windows, device, compute)
-        if path.exists():
-            found = read_allocation(plan)
-            check_identity(found.identity, identity, plan, recipe.text)
-            return found
-        weights = survey(plan, recipe, windows, device, identity, progress)
+    Raises UsageError for too little text, and where a survey in the work folder was made from other text, weights or another kind of device."""
+    targets, sparsity = plan.targets, settings.sparsity
+    sparsities, facts = {target.name: sparsity for target in targets}, {}
+    if settings.allocation != "uniform":
+        weights = survey(plan, settings, device, progress)
         if not weights:
             raise UsageError(
-                f"--allocation {recipe.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
+                f"--allocation {settings.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
                 "give more text, or --allocation uniform",
             )
-        lay_out = by_outliers if recipe.allocation == "owl" else by_sensitivity
+        lay_out = by_outliers if settings.allocation == "owl" else by_sensitivity
         chosen = lay_out(weights, {t.name: t.elements for t in targets if t.name in weights}, sparsity)
         sparsities |= chosen
         facts = {"sparsity": {name: round(value, 6) for name, value in sorted(chosen.items())}}
-    zeros = counts(targets, sparsities, recipe.count(sum(target.elements for target in targets)))
-    made = Allocation(recipe.allocation, zeros, facts, identity)
-    write_atomic(path, to_json(asdict(made)), plan.work)
-    for done in plan.work.glob("survey-*"):
-        done.unlink()
+    zeros = counts(targets, sparsities, settings.count(sum(target.elements for target in targets)))
+    made = Allocation(settings.allocation, zeros, facts)
+    write_atomic(plan.work / FILE, to_json(asdict(made)), plan.work)
     return made
 
 
 def read_allocation(plan: Plan) -> Allocation:
+    """Return what `allocate` wrote."""
     return Allocation(**read_json(plan.work / FILE))
 
 
 def by_outliers(weights: dict[str, dict], elements: dict[str, int], sparsity: float) -> dict[str, float]:
-    """OWL's sparsity of each weight: linear in its layer's share of outliers, two OWL_REACH from the least to the most; the mean is `sparsity`.
+    """Return OWL's sparsity of each weight: linear in its layer's share of outliers, two OWL_REACH from the least to the most; the mean is `sparsity`.
 
     `weights`: {name: {"layer": …, "outliers": …}}."""
     size, outliers = {}, {}
@@ -100,7 +83,7 @@ def by_outliers(weights: dict[str, dict], elements: dict[str, int], sparsity: fl
 
 
 def by_sensitivity(weights: dict[str, dict], elements: dict[str, int], sparsity: float) -> dict[str, float]:
-    """The sparsities with the least predicted loss, each at most AUTO_REACH from `sparsity`, which is their mean.
+    """Return the sparsities with the least predicted loss, each at most AUTO_REACH from `sparsity`, which is their mean.
 
     `weights`: {name: {"curve": what pruning it to each of CURVE loses locally, "cost": the loss of the model for one of that}}."""
     reach = min(AUTO_REACH, (1 - sparsity) / 2, sparsity)
@@ -138,7 +121,7 @@ def by_sensitivity(weights: dict[str, dict], elements: dict[str, int], sparsity:
 def balanced(
     wanted: dict[str, float], elements: dict[str, int], sparsity: float, low: float, high: float
 ) -> dict[str, float]:
-    """The wanted sparsities in [low, high], all moved alike until their mean over elements is `sparsity`."""
+    """Return the wanted sparsities in [low, high], all moved alike until their mean over elements is `sparsity`."""
     below, above = -1.0, 1.0
     for _ in range(100):
         shift = (below + above) / 2
@@ -149,7 +132,7 @@ def balanced(
 
 
 def counts(targets: list[Target], sparsities: dict[str, float], zeros: int) -> dict[str, int]:
-    """Zeros of each weight by name: sparsity times elements, rounded so that their sum is `zeros` (largest remainders first, then by name)."""
+    """Return the zeros of each weight by name: sparsity times elements, rounded so that their sum is `zeros` (largest remainders first, then by name)."""
     exact = {target.name: sparsities[target.name] * target.elements for target in targets}
     found = {name: int(value) for name, value in exact.items()}
     order = sorted(exact, key=lambda name: (found[name] - exact[name], name))

@@ -10,7 +10,7 @@ MEASURED = {
 RECOVERED = {0.5: 1.011, 0.6: 1.028, 0.7: 1.067, 0.8: 1.151}  # the same model pruned by sparsegpt and trained 800 steps
 
 
-def warning(method: str | None, sparsity: float | None) -> str | None:
+def warning(method: str, sparsity: float) -> str | None:
     """Why a result will disappoint, and the better command; None where nothing speaks against it."""
     if method != "magnitude" or sparsity <= USABLE:
         return None
@@ -30,6 +30,11 @@ def recovered(sparsity: float) -> str:
         f"for comparison, an 18 M parameter Llama that sparsegpt pruned to {at:.0%} was at {RECOVERED[at]:g} times its dense perplexity "
         "after 800 steps"
     )
+
+
+def trained(step: dict) -> bool:
+    """Return whether a step of an artifact's history trained what pruning left."""
+    return step["command"] == "compress recover" or "recover_steps" in step["settings"]
 
 
 def _nearest(known: dict[float, float], sparsity: float) -> float:

@@ -16,7 +16,7 @@ from tilepress.formats import TilepressError
 _BINS = 1 << 15
 _LOW_BINS = 1 << 16
 _CHUNK = 1 << 20  # elements looked at together: small enough for the cache
-_ON_A_CARD = 1 << 26  # there: the host waits for a few sums of each piece
+_ON_A_CARD = 1 << 26  # more on a card, where the host waits for a few sums of each piece
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,15 @@ class Threshold:
 
 
 def keys(x: Tensor, wide: bool) -> Tensor:
-    """Magnitudes as integers that sort alike: int16 for a 16-bit dtype unless `wide`, else int32 of the float32 value."""
+    """Return magnitudes as integers that sort alike: int16 for a 16-bit dtype unless `wide`, else int32 of the float32 value."""
     if x.dtype.itemsize == 2 and not wide:
         return x.view(torch.int16) & 0x7FFF
     return x.float().view(torch.int32) & 0x7FFFFFFF
+
+
+def _damaged(name: str) -> TilepressError:
+    how = "the checkpoint is damaged, or overflowed when it was converted to this dtype"
+    return TilepressError(f"{name} has non-finite values", how)
 
 
 def _pieces(weight: Tensor):
@@ -49,7 +54,7 @@ class Histogram:
         self.counts = torch.zeros(_BINS if prefix is None else _LOW_BINS, dtype=torch.int64)
 
     def add(self, weight: Tensor, name: str) -> None:
-        """Counts a weight [rows, cols]. Raises TilepressError naming it if it holds a non-finite value."""
+        """Count a weight [rows, cols]. Raises TilepressError naming it if it holds a non-finite value."""
         before = self.counts.clone()
         for _, piece in _pieces(weight):
             key = keys(piece, self.wide).view(-1)
@@ -62,13 +67,10 @@ class Histogram:
             self.counts += found.cpu()
         infinite = 0x7C00 if weight.dtype == torch.float16 and not self.wide else 0x7F80
         if self.prefix is None and bool((self.counts[infinite:] != before[infinite:]).any()):
-            raise TilepressError(
-                f"{name} has non-finite values",
-                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
-            )
+            raise _damaged(name)
 
     def locate(self, count: int) -> tuple[int, int]:
-        """The bin that holds the `count`-th smallest (from 1), and how many of that bin belong to the smallest `count`."""
+        """Return the bin that holds the `count`-th smallest (from 1), and how many of that bin belong to the smallest `count`."""
         if count == 0:
             return 0, 0
         ends = torch.cumsum(self.counts, 0)
@@ -77,7 +79,7 @@ class Histogram:
 
 
 def layer_threshold(weight: Tensor, count: int, name: str) -> Threshold:
-    """The threshold that prunes exactly `count` elements of one weight [rows, cols]."""
+    """Return the threshold that prunes exactly `count` elements of one weight [rows, cols]."""
     wide = weight.dtype.itemsize != 2
     coarse = Histogram(wide)
     coarse.add(weight, name)
@@ -104,7 +106,7 @@ class PruneStats:
 
 
 def prune(weight: Tensor, threshold: Threshold) -> tuple[Tensor, PruneStats]:
-    """A copy of weight [rows, cols] without the elements that the threshold names."""
+    """Return a copy of weight [rows, cols] without the elements that the threshold names."""
     out, stats = torch.empty_like(weight), PruneStats()
     for first, piece in _pieces(weight):
         key = keys(piece, threshold.wide)
@@ -118,14 +120,11 @@ def prune(weight: Tensor, threshold: Threshold) -> tuple[Tensor, PruneStats]:
 
 
 def prune_rows(weight: Tensor, count: int, name: str) -> tuple[Tensor, PruneStats]:
-    """A copy of weight [rows, cols] without the `count` smallest elements of every row; ties by column."""
+    """Return a copy of weight [rows, cols] without the `count` smallest elements of every row; ties by column."""
     out, stats = torch.empty_like(weight), PruneStats()
     for first, piece in _pieces(weight):
         if not bool(torch.isfinite(piece).all()):
-            raise TilepressError(
-                f"{name} has non-finite values",
-                "the checkpoint is damaged, or overflowed when it was converted to this dtype",
-            )
+            raise _damaged(name)
         key = keys(piece, False).to(torch.int32)
         cut = key == 0
         if count:
@@ -137,7 +136,7 @@ def prune_rows(weight: Tensor, count: int, name: str) -> tuple[Tensor, PruneStat
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
-    """Marks exactly the `count` smallest of scores of any shape; of equal ones the first."""
+    """Mark exactly the `count` smallest of scores of any shape; of equal ones the first."""
     flat = scores.reshape(-1)
     if not count:
         return torch.zeros_like(scores, dtype=torch.bool)
@@ -149,7 +148,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 
 def _kth(flat: Tensor, count: int) -> Tensor:
-    """The `count`-th smallest value; a card's own kthvalue is slow on long vectors."""
+    """Return the `count`-th smallest value; a card's own kthvalue is slow on long vectors."""
     return flat.kthvalue(count).values if flat.device.type == "cpu" else flat.sort().values[count - 1]
 
 

@@ -1,27 +1,25 @@
 """What pruning with calibration text takes on a CPU, from the headers alone: what `--dry-run` says.
 
-Three times in a run may be the highest: when an allocation surveys the dense model (survey.py), when layers are pruned (layer_pruning.py), and when the
-result is written. Each is a sum of what is held together there; of what comes one after the other in it, the largest. With bfloat16 matrix units
-oneDNN also compiles and keeps a kernel for every number of tokens that an expert gets.
+Three times in a run may be the highest: when an allocation surveys the dense model (survey.py), when layers are pruned (layer_pruning.py),
+and when the result is written. Each is a sum of what is held together there, and the largest of what comes one after the other. With
+bfloat16 matrix units oneDNN also compiles and keeps a kernel for every number of tokens that an expert gets.
 """
 
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tilepress.compress.layers.stream import KEPT_BYTES
 from tilepress.compress.layers.walk import compute_dtype
+from tilepress.compress.prune.settings import Settings
 from tilepress.compress.prune.survey import TOKENS, WINDOWS
 from tilepress.compress.recover.settings import hidden_size
+from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import Target
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT
-
-if TYPE_CHECKING:
-    from tilepress.compress.prune.recipe import PruneRecipe
 
 # Float32 matrices [in, in] and [out, in] that a method holds at once for a weight, moments among them, measured.
 _SQUARES = {"wanda": 4, "sparsegpt": 8, "admm": 9}
@@ -54,30 +52,31 @@ class _Layer:
         return list(found.values())
 
     def children(self, width: int) -> int:
-        """Its parts whose output may be as wide as the hidden states."""
+        """Count its parts whose output may be as wide as the hidden states."""
         parts = {target.name[len(self.prefix) :].split(".")[0]: target for target in self.targets}
         return sum(
             target.name != f"{self.prefix}{name}.weight" or target.rows == width for name, target in parts.items()
         )
 
 
-def peak_bytes(recipe: "PruneRecipe", checkpoint: Checkpoint, targets: list[Target]) -> int:
-    """About, beside torch itself."""
-    dtype = recipe.dtype or targets[0].dtype
+def peak_bytes(settings: Settings, inputs: Inputs, targets: list[Target]) -> int:
+    """Return about how many bytes a run takes beside torch itself."""
+    checkpoint, text = inputs.checkpoint, inputs.text
+    dtype = settings.dtype or targets[0].dtype
     compute = compute_dtype(dtype, "cpu").itemsize
-    width, text, layers = hidden_size(checkpoint, targets), recipe.text, _layers(checkpoint, targets)
+    width, layers = hidden_size(checkpoint, targets), _layers(checkpoint, targets)
     inside = [target for layer in layers for target in layer.targets]
     widest = max(target.cols for target in targets)
     largest = max((target.elements for target in inside), default=0)
     outside = compute * _outside(checkpoint, targets, layers)
     layer = compute * _most(layer.elements for layer in layers)
 
-    streams = 1 if recipe.method == "wanda" else 2
+    streams = 1 if settings.method == "wanda" else 2
     tokens = text.nsamples * text.seqlen
     kept = compute * max(_most(layer.children(width) for layer in layers) - 1, 0)
     hidden = streams * tokens * width * (dtype.itemsize + kept)
     inputs = min(KEPT_BYTES, tokens * widest * compute)
-    squares, rectangles = _SQUARES[recipe.method], _RECTANGLES[recipe.method]
+    squares, rectangles = _SQUARES[settings.method], _RECTANGLES[settings.method]
     solver = 4 * _most(squares * t.cols**2 + rectangles * t.elements for t in inside) + (compute < 4) * 4 * largest
     experts = _most(_moments(stage) for layer in layers for stage in layer.stages)
     results = dtype.itemsize * _most(sum(t.elements for t in layer.targets) for layer in layers)
@@ -87,15 +86,15 @@ def peak_bytes(recipe: "PruneRecipe", checkpoint: Checkpoint, targets: list[Targ
     pruning = outside + streams * layer + hidden + inputs + solver + experts + results + window
 
     states = min(WINDOWS, text.nsamples) * min(TOKENS, text.seqlen) * width * dtype.itemsize
-    variants = sum(len(layer.stages) for layer in layers) if recipe.allocation == "auto" else 0
+    variants = sum(len(layer.stages) for layer in layers) if settings.allocation == "auto" else 0
     clones = compute * _most(sum(t.elements for t in stage) for layer in layers for stage in layer.stages)
     surveying = outside + layer + clones + _SURVEYED * largest + (variants + 3) * states + window
     writing = (2 * dtype.itemsize + 12) * largest
-    return int(_MARGIN * max(pruning, surveying if recipe.allocation != "uniform" else 0, writing))
+    return int(_MARGIN * max(pruning, surveying if settings.allocation != "uniform" else 0, writing))
 
 
 def _scores(checkpoint: Checkpoint) -> int:
-    """Of a pair of tokens, where a model writes attention's scores out: its heads; none where torch's fused attention runs."""
+    """Return how many scores of a pair of tokens a model writes out: its heads, or none where torch's fused attention runs."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
@@ -123,13 +122,13 @@ def _layers(checkpoint: Checkpoint, targets: list[Target]) -> list[_Layer]:
 
 
 def _prefix(name: str) -> str:
-    """Up to the first number: `model.layers.3.`"""
+    """Return a name up to its first number: `model.layers.3.`"""
     number = re.search(r"\.\d+\.", name)
     return name[: number.end()] if number else ""
 
 
 def _moments(stage: list[Target]) -> int:
-    """Of the experts' inputs; what a single weight needs is the solver's."""
+    """Bytes of the moments of experts' inputs; what a single weight needs is counted with the solver."""
     inputs = {}
     for target in stage:
         if expert := EXPERT_WEIGHT.match(target.name):
@@ -138,7 +137,7 @@ def _moments(stage: list[Target]) -> int:
 
 
 def _outside(checkpoint: Checkpoint, targets: list[Target], layers: list[_Layer]) -> int:
-    """Elements that stay in memory: of all that stands in no layer but the output head, which does not run."""
+    """Elements that stay in memory: those of all tensors in no layer but the output head, which does not run."""
     stacks = {_stack(layer.prefix) for layer in layers}  # of layers, of which some may have no target
     others = _others(checkpoint, targets)
     return sum(
@@ -149,11 +148,11 @@ def _outside(checkpoint: Checkpoint, targets: list[Target], layers: list[_Layer]
 
 
 def _stack(prefix: str) -> str:
-    """What the prefixes of all its layers begin with: `model.layers.`"""
+    """Return what the prefixes of all its layers begin with: `model.layers.`"""
     return re.sub(r"\d+\.$", "", prefix)
 
 
 def _others(checkpoint: Checkpoint, targets: list[Target]) -> list[tuple[str, int]]:
-    """Stored tensors that are no target's, and their elements."""
+    """Return the stored tensors that are no target's, and their elements."""
     theirs = {entry.name for target in targets for entry in target.weight.entries}
     return [(name, math.prod(e.shape)) for name, e in checkpoint.tensors.items() if name not in theirs]

@@ -15,39 +15,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilepress.compress.layers.walk import Found, manifest_facts, wait_for_walk, walk
-from tilepress.compress.prune import expectation, layer_pruning, memory as pruning_memory
+from tilepress.compress.layers.walk import CALIBRATION, Found, Walk, wait_for_walk
+from tilepress.compress.prune import expectation, memory as pruning_memory
 from tilepress.compress.prune.allocation import ALLOCATIONS, allocate, read_allocation
+from tilepress.compress.prune.layer_pruning import LayerPruner
 from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
+from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING, Settings
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
-from tilepress.compress.run.plan import Plan, Progress, Recipe, source_mtime
+from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe, source_mtime
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
-from tilepress.text import Text, check_window
+from tilepress.text import Text
 
 SCOPES = ("layer", "row", "global")
-METHODS = ("magnitude", *layer_pruning.METHODS)
+METHODS = ("magnitude", *CALIBRATING)
 VALUE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True)
-class PruneRecipe(Recipe):
-    """Settings of `compress prune`. Raises UsageError for a sparsity out of range or an unknown choice."""
+class Prune(Recipe):
+    """Prune the linear weights and store what is left: the recipe of `tilepress compress prune`.
 
-    sparsity: float  # in [0, 1)
-    scope: str = "layer"  # layer | row | global
-    method: str = "magnitude"
+    Raises UsageError for a sparsity out of range, an unknown choice, or two that contradict each other."""
+
+    sparsity: float  # share of weights that become zero, in [0, 1)
+    scope: str = "layer"  # layer | row | global: where magnitude keeps the sparsity
+    method: str = "magnitude"  # magnitude | wanda | sparsegpt | admm; the last three read text
     format: str = "auto"  # auto | tiled-csl | tiled-bitmap | dense
     value_dtype: str = "auto"  # of stored values: auto, the weight's | int8
     dtype: torch.dtype | None = None  # cast floating tensors to it first
-    ignore: tuple[str, ...] = ("lm_head",)
-    text: Text | None = None  # of methods that calibrate
-    allocation: str = "uniform"  # uniform | owl | auto: of methods that calibrate
+    ignore: tuple[str, ...] = ("lm_head",)  # layers left dense: names, globs or re:REGEX
+    allocation: str = "uniform"  # uniform | owl | auto: of methods that read text
     damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
-    trust_remote_code: bool = False
 
     command = "compress prune"
 
@@ -55,9 +57,19 @@ class PruneRecipe(Recipe):
     def calibrates(self) -> bool:
         return self.method != "magnitude"
 
+    needs_text = calibrates
+
     @property
-    def passes(self) -> int:
-        """How often the targets are read: a global threshold needs one more look at them (or two in float32), a calibration too, and an allocation another."""
+    def refuses_text(self) -> str | None:
+        return None if self.calibrates else "--method magnitude reads no text"
+
+    @property
+    def calibrating(self) -> Settings:
+        """The settings that pruning with text reads."""
+        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype)
+
+    def passes(self, text: Text | None) -> int:
+        """A global threshold needs one more look at the targets (or two in float32), a calibration too, and an allocation another."""
         return 1 + (self.scope == "global" or self.calibrates) + (self.calibrates and self.allocation != "uniform")
 
     def __post_init__(self):
@@ -76,8 +88,6 @@ class PruneRecipe(Recipe):
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
         if self.value_dtype == "int8" and layout_for(self.format, "channel") is None:
             raise UsageError(f"--format {self.format} has no int8 values", "choose --format tiled-bitmap")
-        if self.calibrates and self.text is None:
-            raise UsageError(f"--method {self.method} needs text", "add --dataset FILE or HUB_ID")
         if self.calibrates and self.scope != "layer":
             raise UsageError(
                 f"--scope {self.scope} is of --method magnitude", f"--allocation lays out the zeros of {self.method}"
@@ -91,7 +101,7 @@ class PruneRecipe(Recipe):
             raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
         check_patterns(self.ignore)
 
-    def settings(self) -> dict:
+    def settings(self, text: Text | None) -> dict:
         chosen = {
             "sparsity": self.sparsity,
             "scope": self.scope,
@@ -103,7 +113,7 @@ class PruneRecipe(Recipe):
         }
         if self.calibrates:
             del chosen["scope"]
-            chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(self.text)
+            chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(text)
         return chosen
 
     def warnings(self) -> list[str]:
@@ -113,22 +123,22 @@ class PruneRecipe(Recipe):
     def layout(self, target: Target) -> Layout:
         return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
 
-    def expected_density(self) -> float:
+    def expected_density(self, inputs: Inputs) -> float:
         return 1 - self.sparsity
 
     def count(self, elements: int) -> int:
         """How many of so many elements are pruned."""
         return round(self.sparsity * elements)
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         if layout_for(self.format).packed:
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
-        if self.text is not None:
-            check_window(self.text.seqlen, checkpoint.text_config)
 
-    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
-        writing = super().peak_bytes(checkpoint, targets)
-        return max(writing, pruning_memory.peak_bytes(self, checkpoint, targets)) if self.calibrates else writing
+    def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
+        writing = super().peak_bytes(inputs, targets)
+        if not self.calibrates:
+            return writing
+        return max(writing, pruning_memory.peak_bytes(self.calibrating, inputs, targets))
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
@@ -167,10 +177,9 @@ class PruneRecipe(Recipe):
         }
 
     def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
-        zeros = allocate(plan, self, device, progress).zeros
-        settings = layer_pruning.Settings(self.method, zeros, self.damping)
-        visitor = layer_pruning.LayerPruner(settings, self.dtype or plan.targets[0].dtype)
-        walk(plan, self.text, visitor, device, progress, self.dtype, self.trust_remote_code)
+        zeros = allocate(plan, self.calibrating, device, progress).zeros
+        visitor = LayerPruner(self.calibrating, zeros, self.dtype or plan.targets[0].dtype)
+        Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
 
     def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
         checkpoint, work, files = Checkpoint(plan.source), plan.work, []
@@ -223,13 +232,30 @@ class PruneRecipe(Recipe):
         record = {"zeros": int((pruned == 0).sum()), "error": round(moved / whole, 6) if whole else 0.0}
         if method == "magnitude":
             return Compressed(pruned, record | {"method": method})
-        return Compressed(pruned, record | ({"refitted": True} if method in layer_pruning.REFITTING else {}))
+        return Compressed(pruned, record | ({"refitted": True} if method in REFITTING else {}))
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         if not self.calibrates:
             return {}
         found = read_allocation(plan)
-        return {"calibration": manifest_facts(plan.work), "allocation": {"chosen": found.chosen} | found.facts}
+        return {"calibration": Found(plan.work).facts, "allocation": {"chosen": found.chosen} | found.facts}
+
+    @classmethod
+    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+        """How the zeros were chosen, and what speaks against that unless they were trained around since."""
+        number = next(i for i, step in enumerate(steps) if cls.made(step))
+        method, sparsity = (steps[number]["settings"][key] for key in ("method", "sparsity"))
+        told = []
+        if "allocation" in manifest:
+            seen = manifest["calibration"]
+            told.append(
+                f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
+                "the sparsity and the output error of every weight are in `tilepress.json`."
+            )
+        recovered = any(expectation.trained(step) for step in steps[: number + 1])
+        if not recovered and (warned := expectation.warning(method, sparsity)):
+            told.append(f"**Warning**: {warned}.")
+        return Card(paragraphs=tuple(told))
 
 
 def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:

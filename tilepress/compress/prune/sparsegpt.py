@@ -1,11 +1,10 @@
 """SparseGPT: columns are pruned from left to right, and what a pruned element did is made up for by the columns that follow.
 
-Frantar & Alistarh 2023 (arXiv 2301.00774), sections 3.2 to 3.4. With U the upper Cholesky factor of the inverse Hessian, pruning w_j costs (w_j /
-U_jj)^2 and moves the
-rest of its row by -w_j / U_jj * U_j,j+1:. Masks are chosen for 128 columns at once over all rows, so a row, or a block of columns, can keep more than another.
-Time is that of a factorization and a triangular inverse of [in, in] and 2 * out * in^2 / 2 multiplications; memory three [in, in] and two [out, in]
-matrices in float32.
-Here a block gets its share of the zeros of the whole weight, so the count is met to the element, and zeros of the source stay zeros.
+Frantar & Alistarh 2023 (arXiv 2301.00774), sections 3.2 to 3.4. With U the upper Cholesky factor of the inverse Hessian, pruning w_j costs
+(w_j / U_jj)^2 and moves the rest of its row by -w_j / U_jj * U_j,j+1:. Masks are chosen for 128 columns at once over all rows, so a row, or
+a block of columns, can keep more than another. Time is that of a factorization and a triangular inverse of [in, in] and
+2 * out * in^2 / 2 multiplications; memory is three [in, in] and two [out, in] matrices in float32. Here a block gets its share of the zeros
+of the whole weight, so the count is met to the element, and zeros of the source stay zeros.
 """
 
 from torch import Tensor
@@ -24,9 +23,9 @@ def prune(
     block: int = BLOCK,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32; `stay` [out, in] marks elements that are
-    pruned first. `inverse` is the hessian's `inverse_factor`, where the caller has it.
+    """Return weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32.
 
+    `stay` [out, in] marks elements that are pruned first; `inverse` is the hessian's `inverse_factor`, where the caller has it.
     Raises TilepressError for a Hessian that cannot be factored."""
     columns = weight.shape[1]
     weight = weight.clone()

@@ -11,9 +11,9 @@ from tilepress.compress.prune.magnitude import smallest
 
 
 def prune(weight: Tensor, norms: Tensor, zeros: int) -> Tensor:
-    """weight [out, in] with exactly `zeros` zeros, or with those that it has if they are more; `norms` [in].
+    """Return weight [out, in] with exactly `zeros` zeros, or with those that it has if they are more; `norms` [in].
 
-    As many in each row, the remainder one each in the rows where that costs least; no row has fewer than before."""
+    Every row gets as many, and the remainder goes one each to the rows where that costs least; no row has fewer than before."""
     had = weight == 0
     had_by_row = had.sum(1)
     scores = (weight.float().abs() * norms).masked_fill_(had, -1.0)
@@ -28,7 +28,9 @@ def prune(weight: Tensor, norms: Tensor, zeros: int) -> Tensor:
 
 
 def _level(had: Tensor, zeros: int, columns: int) -> tuple[int, int]:
-    """The most that every row [rows] with fewer zeros can be filled up to, and how many of `zeros` are left then: less than one for each such row."""
+    """Return the most that every row [rows] with fewer zeros can be filled up to, and how many of `zeros` are left then.
+
+    What is left is less than one for each such row."""
     grows = torch.bincount(had, minlength=columns + 1)[:columns].cumsum(0).tolist()  # from each level to the next
     level, left = 0, max(zeros - int(had.sum()), 0)
     while level < columns and left >= grows[level]:

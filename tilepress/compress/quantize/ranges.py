@@ -10,52 +10,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tilepress.compress.layers.groups import Group, apply, watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.layers.walk import PROBE_TOKENS, Found, Visitor, check_inside, walk
+from tilepress.compress.layers.walk import CALIBRATION, FEW_TOKENS, Found, Layer, Visitor, Walk, check_inside
 from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
-from tilepress.compress.quantize.smoothing import (
-    ALPHAS,
-    Group,
-    apply,
-    exact_factors,
-    find_groups,
-    output_error,
-    quantized_weight,
-    smooth_factors,
-)
+from tilepress.compress.quantize.smoothing import ALPHAS, exact_factors, output_error, quantized_weight, smooth_factors
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.models.families import norm_offset
-from tilepress.text import Text
 
-FEW_TOKENS = 128  # a linear layer that saw fewer is listed
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a recipe concerns calibration."""
+    """The settings of a recipe that concern calibration."""
 
     scheme: int8.Int8Scheme
     observer: Observer
     smooth: str  # off | auto | channel (every channel to the same reach) | a number
-    text: Text
     dtype: torch.dtype | None  # the recipe's
-    trust_remote_code: bool = False
 
 
 class Calibration(Found):
-    """A finished calibration, by the names of weights."""
+    """A finished calibration, which answers by the names of weights."""
 
     def columns(self, name: str) -> Tensor | None:
-        """Factors of a weight's columns [in], or None."""
+        """Return the factors of a weight's columns [in], or None."""
         return self.get(f"columns:{name}")
 
     def divisors(self, name: str) -> Tensor | None:
-        """Divisors [out] of a norm's or bias's elements, or of a weight's rows; or None."""
+        """Return the divisors [out] of a norm's or bias's elements, or of a weight's rows; or None."""
         return self.get(f"divisors:{name}")
 
     def offset(self, name: str) -> float:
@@ -64,20 +52,20 @@ class Calibration(Found):
         return 0.0 if found is None else float(found)
 
     def beside(self, name: str) -> dict[str, Tensor]:
-        """Scale and zero point of a weight's input, by the names under which they are stored."""
+        """Return scale and zero point of a weight's input, by the names under which they are stored."""
         _, scale, zero_point = int8.part_names(name)
         found = {scale: self.get(f"scale:{name}"), zero_point: self.get(f"zero:{name}")}
         return {key: value for key, value in found.items() if value is not None}
 
 
 def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Calibration:
-    """Runs the model over the text; the result is kept in the work folder, and each layer's until then.
+    """Run the model over the text; the result is kept in the work folder.
 
     Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer, TilepressError naming the
     layer for activations that are not finite and layers that saw no token.
     """
     visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
-    walk(plan, settings.text, visitor, device, progress, settings.dtype, settings.trust_remote_code)
+    Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
     return Calibration(plan.work)
 
 
@@ -87,73 +75,48 @@ class _Ranges(Visitor):
     def __init__(self, settings: Settings, dtype: torch.dtype):
         self.settings, self.dtype = settings, dtype
 
-    def start(self, model: LayerByLayer, hidden: list[Tensor]) -> None:
+    def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         check_inside(model)
 
-    def visit(self, model: LayerByLayer, layer: str, hidden: list[Tensor]) -> tuple[dict, dict[str, Tensor]]:
-        return _calibrate_layer(model, layer, hidden, self.settings, self.dtype)
-
-    def skip(self, model: LayerByLayer, layer: str, hidden: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        with model.loaded(layer):
-            for i, h in enumerate(hidden):
-                hidden[i] = model.run(layer, h).to(self.dtype).cpu()
+    def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
+        return _calibrate_layer(layer, self.settings, self.dtype)
 
 
-def _calibrate_layer(
-    model: LayerByLayer, layer: str, hidden: list[Tensor], settings: Settings, dtype: torch.dtype
-) -> tuple[dict, dict[str, Tensor]]:
-    """The layer's part of the manifest, and its tensors. Puts the layer's outputs in the place of its inputs, `hidden`."""
-    names = {model.module_of[target.name]: target.name for target in model.targets_of[layer]}
-    smooth = settings.smooth != "off"
-    with model.loaded(layer) as module:
-        modules = dict(module.named_modules(prefix=layer))
-        probe = min(hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
-        groups = find_groups(module, layer, set(names), model.head_dim, lambda: model.run(layer, probe), fold=smooth)
-        unused = sorted(set(names) - {path for group in groups for path in group.linears})
-        if unused:
-            raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
-        inputs = [_Input(group, settings, dtype, number) for number, group in enumerate(groups)]
+def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tuple[dict[str, list], dict[str, Tensor]]:
+    """Return the layer's part of the manifest, and its tensors."""
+    names, smooth = layer.names, settings.smooth != "off"
+    with layer.model.loaded(layer.path) as module:
+        modules = dict(module.named_modules(prefix=layer.path))
+        inputs = [_Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
         if smooth:
             # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
-            outputs = list(_observe(model, layer, modules, inputs, hidden, counting=False))
+            outputs = list(_observe(layer, modules, inputs, counting=False))
             for item in inputs:
                 item.choose_factors(modules)
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
-            for _ in _observe(model, layer, modules, inputs, hidden, counting=True):
+            for _ in _observe(layer, modules, inputs, counting=True):
                 pass
-            hidden[:] = outputs
+            layer.hidden[:] = outputs
         else:
-            for i, output in enumerate(_observe(model, layer, modules, inputs, hidden, counting=True)):
-                hidden[i] = output
+            for i, output in enumerate(_observe(layer, modules, inputs, counting=True)):
+                layer.hidden[i] = output
         for item in inputs:
             item.choose_range(inputs)
             item.measure(modules)
-    result = {
-        "inputs": [item.record(names) for item in inputs],
-        "warnings": [warning for item in inputs for warning in item.warnings(names)],
-    }
-    tensors = {name: tensor for item in inputs for name, tensor in item.tensors(model, names).items()}
-    return result, tensors
+    warnings = [warning for item in inputs for warning in item.warnings(names)]
+    tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
+    return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
 
 
-def _observe(model, layer, modules, inputs, hidden, counting: bool) -> Iterator[Tensor]:
-    """Runs all windows and yields the layer's outputs like `hidden`; what each input looked like goes to its `stats`."""
-    handles = []
+def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["_Input"], counting: bool) -> Iterator[Tensor]:
+    """Yield the layer's outputs for all windows; what each input looked like goes to its `stats`."""
     for item in inputs:
         item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
-
-        def see(_, args, item=item) -> None:
-            item.stats.add(args[0], item.group.linears[0], counting)
-
-        handles.append(modules[item.group.linears[0]].register_forward_pre_hook(see))
-    try:
-        for h in hidden:
-            yield model.run(layer, h).to(h.dtype).cpu()
-    finally:
-        for handle in handles:
-            handle.remove()
+    stats = {item.group.linears[0]: item.stats for item in inputs}
+    with watch_inputs(modules, list(stats), lambda path, x: stats[path].add(x, path, counting)):
+        yield from layer.outputs()
 
 
 class _Input:
@@ -173,7 +136,7 @@ class _Input:
         self.borrowed = False
 
     def weights(self, modules: dict) -> list[Tensor]:
-        """[out, in] float32 of each linear layer."""
+        """Return each linear layer's weight, [out, in] float32."""
         found = []
         for path in self.group.linears:
             weight = modules[path].weight.detach().float()
@@ -181,7 +144,7 @@ class _Input:
         return found
 
     def choose_factors(self, modules: dict) -> None:
-        """Decides on smoothing from the statistics of the unfolded layer; leaves `factors` None where it does not help."""
+        """Decide on smoothing from the statistics of the unfolded layer; leaves `factors` None where it does not help."""
         if self.group.producer is None:
             return
         if self.stats.tokens < FEW_TOKENS:
@@ -210,7 +173,7 @@ class _Input:
         return exact_factors(factors, producer.weight, self.dtype, norm_offset(producer))
 
     def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
-        """Squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
+        """Return the squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
         columns = self.group.spread(factors)
         rows = self.stats.rows / columns
         scale = zero_point = None
@@ -228,15 +191,13 @@ class _Input:
         return total
 
     def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point, where the sampled rows are."""
+        """Return scale and zero point of a range, on the device of the sampled rows."""
         scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
-        if self.stats.tokens:
-            device = self.stats.low.device
-            return scale.to(device), None if zero_point is None else zero_point.to(device)
-        return scale, zero_point
+        device = self.stats.low.device if self.stats.tokens else scale.device
+        return scale.to(device), None if zero_point is None else zero_point.to(device)
 
     def choose_range(self, inputs: list["_Input"]) -> None:
-        """The static range, unless it is chosen already; that of the layer's other experts for one that saw no token."""
+        """Choose the static range, unless that is done; an expert that saw no token gets the range of the layer's other experts."""
         if not self.scheme.static or self.range is not None:
             return
         if self.stats.tokens:
@@ -244,14 +205,9 @@ class _Input:
             self.range = self.settings.observer.range(self.stats.histogram, low, high, self.scheme.asymmetric)
             self.scale, self.zero_point = self._static(self.range)
             return
+        seen = [item for item in inputs if item.stats.tokens and ".experts." in item.group.linears[0]]
         kind = {path.rpartition(".")[2] for path in self.group.linears}
-        others = [
-            item
-            for item in inputs
-            if item.stats.tokens
-            and ".experts." in item.group.linears[0]
-            and kind & {p.rpartition(".")[2] for p in item.group.linears}
-        ]
+        others = [item for item in seen if kind & {path.rpartition(".")[2] for path in item.group.linears}]
         if ".experts." not in self.group.linears[0] or not others:
             raise TilepressError(
                 f"{self.group.linears[0]} saw no token of the calibration text",
@@ -264,17 +220,16 @@ class _Input:
         self.scale, self.zero_point = self._static(self.range)
 
     def measure(self, modules: dict) -> None:
-        """The relative output error of each linear layer on the sampled rows."""
+        """Measure the relative output error of each linear layer on the sampled rows."""
         if not self.stats.tokens:
             return
         weights = self.weights(modules)
         rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        self.errors = output_error(
-            self.stats.rows, weights, rows, [quantized_weight(w, self.scheme, self.dtype) for w in weights]
-        )
+        quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        self.errors = output_error(self.stats.rows, weights, rows, quantized)
 
     def record(self, names: dict[str, str]) -> dict:
-        """What the manifest keeps."""
+        """Return what the manifest keeps."""
         found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
         if self.stats.tokens:
             found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
@@ -299,7 +254,7 @@ class _Input:
         return [f"{first} saw only {tokens} tokens"] if tokens < FEW_TOKENS else []
 
     def tensors(self, model: LayerByLayer, names: dict[str, str]) -> dict[str, Tensor]:
-        """For the work folder, by the names that `Calibration` looks up."""
+        """Return tensors for the work folder, by the names that `Calibration` looks up."""
         found = {}
         for name in (names[path] for path in self.group.linears):
             if self.scale is not None:

@@ -1,7 +1,7 @@
 """INT8 weights and activations: the recipe behind `tilepress compress quantize`.
 
 Weights are symmetric per output channel or per tensor. Activations found at run time need no text; static ranges and smoothing are
-calibrated (calibrate.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
+calibrated (ranges.py). Weight-only quantization of a pruned artifact keeps it sparse, as bitmaps with INT8 values; every other artifact is
 compressed-tensors `int-quantized`, which vLLM, SGLang and transformers load without us (transformers not with experts, nobody with Conv1D layers: see
 docs/format.md).
 """
@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from tilepress.compress.layers.walk import manifest_facts, wait_for_walk
+from tilepress.compress.layers.walk import Found, wait_for_walk
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
-from tilepress.compress.run.plan import Plan, Progress, Recipe
+from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
@@ -25,28 +25,30 @@ from tilepress.formats.int8 import ACTIVATIONS, STATIC, WEIGHTS, Int8Layout, Int
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT, folded_norm
-from tilepress.text import Text, check_window
+from tilepress.text import Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
 CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
 
 
 @dataclass(frozen=True)
-class QuantizeRecipe(Recipe):
-    """Settings of `compress quantize`. Raises UsageError for an unknown choice or two that contradict each other."""
+class Quantize(Recipe):
+    """Quantize the linear weights, and their inputs, to INT8: the recipe of `tilepress compress quantize`.
 
-    weights: str = "channel"  # channel | tensor
+    Static ranges and smoothing need text; with other choices a text serves to measure output errors. Raises UsageError for an unknown choice
+    or two that contradict each other."""
+
+    weights: str = "channel"  # channel | tensor: a scale for each output channel, or one
     activations: str = "token"  # token | tensor | channel | tensor-asym | tensor-dynamic | none
-    observer: Observer | None = None  # of static ranges
-    smooth: str = "off"  # off | auto | alpha in [0, 1]
-    text: Text | None = None  # to calibrate with, or to measure output errors on
+    observer: Observer | None = None  # how static ranges are chosen; None: mse
+    smooth: str | float = "off"  # off | auto | alpha in [0, 1]
     dtype: torch.dtype | None = None  # cast floating tensors to it first
-    ignore: tuple[str, ...] = ("lm_head",)
-    trust_remote_code: bool = False
+    ignore: tuple[str, ...] = ("lm_head",)  # layers left in floating point: names, globs or re:REGEX
 
     command = "compress quantize"
 
     def __post_init__(self):
+        object.__setattr__(self, "smooth", str(self.smooth))
         for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
@@ -68,8 +70,6 @@ class QuantizeRecipe(Recipe):
                 f"--smooth {self.smooth}, but --activations {self.activations} {why}: nothing is left to smooth",
                 "leave --smooth out",
             )
-        if needs_text(self.activations, self.smooth) and self.text is None:
-            raise UsageError("static ranges and smoothing need text", "add --dataset FILE or HUB_ID")
         check_patterns(self.ignore)
 
     @property
@@ -77,8 +77,15 @@ class QuantizeRecipe(Recipe):
         return self.scheme.static
 
     @property
-    def passes(self) -> int:
-        return 2 if self.text is not None else 1
+    def needs_text(self) -> bool:
+        return self.activations in (*STATIC, "channel") or self.smooth != "off"
+
+    @property
+    def refuses_text(self) -> None:
+        return None
+
+    def passes(self, text: Text | None) -> int:
+        return 1 if text is None else 2
 
     @property
     def scheme(self) -> Int8Scheme:
@@ -89,7 +96,7 @@ class QuantizeRecipe(Recipe):
         keeps_sparse = self.activations == "none" and target.weight.stored_as.sparse
         return layout_for("auto", self.weights) if keeps_sparse else Int8Layout(self.scheme)
 
-    def settings(self) -> dict:
+    def settings(self, text: Text | None) -> dict:
         observer = None
         if self.static:
             observer = self._observer.name
@@ -101,18 +108,17 @@ class QuantizeRecipe(Recipe):
             "smooth": self.smooth,
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
-        } | ({} if self.text is None else asdict(self.text))
+        } | ({} if text is None else asdict(text))
 
     @property
     def _observer(self) -> Observer:
         return self.observer or Observer()
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        checkpoint = inputs.checkpoint
         self._check_dtype(checkpoint, targets)
         sparse_ones = [target for target in targets if self.layout(target).sparse]
         check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
-        if self.text is not None:
-            check_window(self.text.seqlen, checkpoint.text_config)
         packed = [name for name, weight in checkpoint.weights.items() if weight.is_packed]
         kept = [item.name for item in left_alone if item.name in packed]
         if kept:
@@ -150,12 +156,12 @@ class QuantizeRecipe(Recipe):
             )
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
-        if self.text is None:
+        if plan.text is None:
             return {"calibration": None}
         if rank and not wait_for_walk(plan.work, progress):
             return None
         smooth = "channel" if self.activations == "channel" else self.smooth
-        settings = Settings(self.scheme, self._observer, smooth, self.text, self.dtype, self.trust_remote_code)
+        settings = Settings(self.scheme, self._observer, smooth, self.dtype)
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -183,11 +189,12 @@ class QuantizeRecipe(Recipe):
         folded = folded_norm(tensor.to(dtype).float(), divisors, found.offset(name))
         return Compressed(folded.to(dtype), {"smoothed": True})
 
-    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
-        """Writing: a weight as stored, its codes, and in float32 if it is folded. Calibrating: see the terms."""
+    def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
+        """Writing takes a weight as stored, its codes, and in float32 if it is folded; for calibrating see the terms."""
+        checkpoint, text = inputs.checkpoint, inputs.text
         wide = 4 if self.smooth != "off" or self.activations == "channel" else 0
         writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
-        if self.text is None:
+        if text is None:
             return writing
         layers: dict[str, list[Target]] = {}
         for target in targets:
@@ -196,10 +203,10 @@ class QuantizeRecipe(Recipe):
         outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
         config = checkpoint.text_config
         width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
-        hidden = self.text.nsamples * self.text.seqlen * width * (self.dtype or targets[0].dtype).itemsize
+        hidden = text.nsamples * text.seqlen * width * (self.dtype or targets[0].dtype).itemsize
         copies = 2 if wide else 1  # inputs and outputs of a layer
         widest = max(t.cols for t in targets)
-        window = 4 * self.text.seqlen * widest * 8  # a forward pass and its statistics
+        window = 4 * text.seqlen * widest * 8  # a forward pass and its statistics
         inputs = max(sum(3 * 4 * SAMPLED_ROWS * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
         return max(
             writing, layer + 2 * outside + copies * hidden + window + inputs + 3 * 4 * max(t.elements for t in targets)
@@ -207,9 +214,16 @@ class QuantizeRecipe(Recipe):
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         facts = {}
-        if self.text is not None:
-            facts["calibration"] = manifest_facts(plan.work)
+        if plan.text is not None:
+            facts["calibration"] = Found(plan.work).facts
         return facts | {"report": report(tensors, facts.get("calibration"))}
+
+    @classmethod
+    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+        if "report" not in manifest or all(record["layout"] != "int8" for record in manifest["tensors"]):
+            return Card()
+        worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
+        return Card(paragraphs=(f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",))
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
@@ -244,11 +258,6 @@ def report(tensors: list[dict], calibration: dict | None) -> dict:
             )
     layers.sort(key=lambda layer: (-(layer["output_error"] or 0.0), layer["snr_db"] or math.inf, layer["name"]))
     return {"layers": layers, "worst": [layer["name"] for layer in layers[:5]]}
-
-
-def needs_text(activations: str, smooth: str) -> bool:
-    """Whether these choices are calibrated."""
-    return activations in (*STATIC, "channel") or smooth != "off"
 
 
 def _is_alpha(text: str) -> bool:

@@ -12,19 +12,17 @@ from it does the same arithmetic as one that was never stopped.
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tilepress.compress.layers.walk import metadata_of, write_tensors
 from tilepress.formats import TilepressError
-from tilepress.formats.artifact import disk_errors, temporary_name
 
 _ROWS = 2048  # of logits in float32 at a time
 _LOOK_EVERY = 10  # steps between looks at the loss: each waits for the device
@@ -54,18 +52,18 @@ class _Divergence(torch.autograd.Function):
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean KL(teacher || student) over rows of logits [n, vocabulary], nats, float32; differentiable in `student`."""
+    """Return the mean KL(teacher || student) over rows of logits [n, vocabulary], nats, float32; differentiable in `student`."""
     return _Divergence.apply(student, teacher)
 
 
 def relative_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean over tokens of |student - teacher|^2 / |teacher|^2: hidden states [..., hidden] -> float32 scalar."""
+    """Return the mean over tokens of |student - teacher|^2 / |teacher|^2: hidden states [..., hidden] -> float32 scalar."""
     teacher = teacher.float()
     return ((student.float() - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=1e-12)).mean()
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Of step 0, 1, …: up in a line over the first twentieth, then down a half cosine to zero."""
+    """Return the rate of step 0, 1, …: up in a line over the first twentieth, then down a half cosine to zero."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return peak * (step + 1) / warm
@@ -89,7 +87,7 @@ class MaskedAdamW:
         )
 
     def step(self) -> None:
-        """With the gradients as they are; they are gone after it."""
+        """Take a step with the gradients as they are, and drop them."""
         self._hold([parameter.grad for parameter in self._masked])
         nn.utils.clip_grad_norm_(self.parameters.values(), CLIP_NORM, foreach=True)
         for group in self._adam.param_groups:
@@ -105,7 +103,7 @@ class MaskedAdamW:
                 tensor.mul_(mask)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a step depends on beside the text."""
+        """Return everything that a step depends on beside the text."""
         found = {}
         for name, parameter in self.parameters.items():
             state = self._adam.state.get(parameter, {})
@@ -118,12 +116,8 @@ class MaskedAdamW:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[f"weight:{name}"])
-                state = {
-                    key: tensors[f"{key}:{name}"].clone()
-                    for key in ("exp_avg", "exp_avg_sq", "step")
-                    if f"{key}:{name}" in tensors
-                }
-                if state:
+                keys = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}:{name}" in tensors]
+                if state := {key: tensors[f"{key}:{name}"].clone() for key in keys}:
                     for key in ("exp_avg", "exp_avg_sq") + (("step",) if parameter.is_cuda else ()):
                         state[key] = state[key].to(parameter.device)
                     self._adam.state[parameter] = state
@@ -137,12 +131,8 @@ class SavedState:
         self._written = time.monotonic()
 
     def restore(self, optimizer: MaskedAdamW) -> list[float]:
-        """Brings the optimizer where the file is, if there is one; returns the losses until then."""
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                told = file.metadata() or {}
-        except (OSError, SafetensorError):
-            return []
+        """Bring the optimizer to where the file is, if there is one; return the losses until then."""
+        told = metadata_of(self.path)
         if told.get("identity") != self.identity:
             return []
         optimizer.load(load_file(self.path), int(told["done"]))
@@ -151,37 +141,18 @@ class SavedState:
     def keep(self, optimizer: MaskedAdamW, losses: list[float]) -> None:
         if time.monotonic() - self._written < self.every_s:
             return
-        told = {
-            "identity": self.identity,
-            "done": str(optimizer.done),
-            "losses": " ".join(loss.hex() for loss in losses),
-        }
+        told = {"identity": self.identity, "done": str(optimizer.done)}
+        told["losses"] = " ".join(loss.hex() for loss in losses)
         write_tensors(self.path, optimizer.tensors(), told)
         self._written = time.monotonic()
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that is there whole or not at all, written by one process at a time. Tensors may share memory."""
-    for stale in path.parent.glob(f"{path.name}.*.tmp"):  # of a killed run
-        stale.unlink(missing_ok=True)
-    temporary, seen, apart = temporary_name(path.parent, path), set(), {}
-    for name, tensor in tensors.items():
-        here = tensor.detach().cpu().contiguous()
-        apart[name] = here.clone() if here.data_ptr() in seen else here
-        seen.add(here.data_ptr())
-    with disk_errors(path):
-        save_file(apart, temporary, metadata)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
 
 def fit(
     optimizer: MaskedAdamW, backward: Callable[[int], Tensor], saved: SavedState, progress: Callable[[int, float], None]
 ) -> list[float]:
-    """Trains to the end: `backward(step)` leaves gradients and returns the loss; `progress(steps done since the last call, loss)`.
+    """Train to the end: `backward(step)` leaves gradients and returns the loss; `progress(steps done since the last call, loss)`.
 
-    Returns a loss for each tenth step and the last, the mean of what came since the one before. Raises TilepressError for one that is not finite.
+    Returns a loss for each tenth step and the last, the mean of those since the one before. Raises TilepressError for one that is not finite.
     """
     losses = saved.restore(optimizer)
     if optimizer.done:
@@ -205,7 +176,7 @@ def fit(
 
 
 def recompute(module: nn.Module) -> None:
-    """Lets a decoder layer keep its input alone and compute the rest again on the way back (Chen et al. 2016, arXiv 1604.06174)."""
+    """Let a decoder layer keep its input alone and compute the rest again on the way back (Chen et al. 2016, arXiv 1604.06174)."""
     forward = module.forward
 
     def run(*args, **kwargs):
@@ -216,7 +187,7 @@ def recompute(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def outputs_of(model: nn.Module, layers: list[str]) -> Iterator[list[Tensor]]:
-    """The outputs of the layers in order, from each forward pass inside the context."""
+    """Collect the outputs of the layers in order, from each forward pass inside the context."""
     found: list[Tensor] = []
 
     def keep(_, args, output) -> None:
@@ -232,7 +203,7 @@ def outputs_of(model: nn.Module, layers: list[str]) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def same_every_time() -> Iterator[None]:
-    """Kernels whose sums have one order, where torch has them: on a card the backward pass of attention would differ from run to run."""
+    """Use kernels whose sums have one order, where torch has them: on a card the backward pass of attention would differ from run to run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

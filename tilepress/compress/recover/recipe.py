@@ -1,62 +1,79 @@
 """Recovery: the weights that pruning left are trained, with every zero held, until the model does again what the dense one did.
 
 The recipe behind `tilepress compress recover` (an artifact that is pruned already, its dense model beside it), and with a pruning recipe inside
-behind `tilepress compress prune --recover`. How it is trained: distill.py; whole or block by block: retrain.py; what it costs and brings:
-docs/recovery.md.
+behind `tilepress compress prune --recover`. How it is trained: distillation.py; whole or block by block: retraining.py; what it costs and
+brings: docs/recovery.md.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import Found, Walk, finished, identity_of, keep
+from tilepress.compress.prune import expectation
 from tilepress.compress.recover.distillation import same_every_time
-from tilepress.compress.recover.retraining import STATE, Pair, Stream, Training, train_blocks, train_model
+from tilepress.compress.recover.retraining import (
+    STATE,
+    TENSORS,
+    BlockTrainer,
+    Pair,
+    Stream,
+    Training,
+    in_vain,
+    train_model,
+)
 from tilepress.compress.recover.settings import (
     HELD_OUT,
-    Recovery,
+    Settings,
     hidden_size,
     keeps_activations,
     layer_count,
     memory_bytes,
 )
 from tilepress.compress.run.encode import Compressed, layout_for
-from tilepress.compress.run.plan import Plan, Progress, Recipe
+from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_value_dtypes, find_targets
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.artifact import sha256_file, to_json, write_atomic
-from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.artifact import sha256_file
+from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.layout import Layout
-from tilepress.text import check_vocabulary, check_window, load_tokenizer, token_ids
+from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids
 
-FACTS = "recovery.json"  # in the work folder
+RECOVERY = "recovery"  # the name of what is found, in the work folder
 _MOST_TOKENS = 8 << 20  # of text read; what training sees beyond are the same again, cut from other offsets
 _PRUNED_FROM = 0.01  # share of zeros from which a weight counts as pruned
 _UNLIKE = 0.3  # cosine of kept weights and the base's below which the base is another model
 
 
 @dataclass(frozen=True)
-class RecoverRecipe(Recipe):
-    """`prune` is what makes the zeros; without it the source has them already, and `base` is the dense model that it came from."""
+class Recover(Settings, Recipe):
+    """Train the weights that pruning left, with every zero held: the recipe of `tilepress compress recover`.
 
-    recovery: Recovery
+    The model is one that is pruned already, and `base` the dense model that it was pruned from, which a stack of recipes fills in. With `prune`
+    the model is dense, and is pruned and trained in one run, as by `compress prune --recover`. Raises UsageError for a setting that makes no
+    sense."""
+
+    base: str | Path | None = None  # a folder or hub id
+    base_name: str | None = None  # what the manifest calls the base; its hub id or folder unless given
     prune: Recipe | None = None
-    base: Path | None = None
-    base_name: str | None = None
-    density: float = 1.0  # expected of the result, where there is no pruning recipe to ask
-    trust_remote_code: bool = False
-    save_every_s: float = 300.0
+    save_every_s: float = 300.0  # how often the state is kept for a run that goes on
 
-    @property
-    def command(self) -> str:
-        return self.prune.command if self.prune else "compress recover"
+    command = "compress recover"
+    alone = True
+    needs_text = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prune:
+            object.__setattr__(self, "command", self.prune.command)
+        if self.prune and getattr(self.prune, "value_dtype", None) == "int8":
+            raise UsageError(
+                "--recover trains floating values, in one process",
+                "prune with --recover alone, then `tilepress compress quantize --activations none` for INT8 values",
+            )
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -66,59 +83,66 @@ class RecoverRecipe(Recipe):
     def dtype(self) -> torch.dtype | None:
         return self.prune.dtype if self.prune else None
 
-    @property
-    def passes(self) -> int:
-        return self.prune.passes if self.prune else 1
+    def passes(self, text: Text | None) -> int:
+        return self.prune.passes(text) if self.prune else 1
 
-    def find_targets(
-        self, checkpoint: Checkpoint, trust_remote_code: bool = False
-    ) -> tuple[list[Target], list[LeftAlone]]:
+    def settled(self) -> Recipe:
         if self.prune:
-            return self.prune.find_targets(checkpoint, trust_remote_code)
-        return find_targets(checkpoint, (), trust_remote_code)
+            return self
+        if self.base is None:
+            raise UsageError("recovery needs the dense model", "name it: --base MODEL, or Recover(…, base=MODEL)")
+        dense = open_model(self.base)
+        return replace(self, base=dense.path, base_name=self.base_name or dense.name)
+
+    def after(self, model: Checkpoint) -> Recipe:
+        return self if self.prune or self.base else replace(self, base=model.path, base_name=model.name)
+
+    def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
+        return self.prune.find_targets(inputs) if self.prune else super().find_targets(inputs)
 
     def layout(self, target: Target) -> Layout:
         return self.prune.layout(target) if self.prune else layout_for(target.weight.layout)
 
-    def expected_density(self) -> float:
-        return self.prune.expected_density() if self.prune else self.density
+    def expected_density(self, inputs: Inputs) -> float:
+        return self.prune.expected_density(inputs) if self.prune else _density(inputs.checkpoint)
 
-    def settings(self) -> dict:
-        own = asdict(self.recovery)
+    def settings(self, text: Text | None) -> dict:
+        own = self.described(text)
         if self.prune:
-            return self.prune.settings() | {f"recover_{key}": value for key, value in own.items()}
+            return self.prune.settings(text) | {f"recover_{key}": value for key, value in own.items()}
         return {"base": self.base_name} | own
 
-    def check(self, checkpoint: Checkpoint, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        check_window(self.recovery.seqlen, checkpoint.text_config)
+    def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        if inputs.text.nsamples < 2:
+            raise UsageError(f"--nsamples {inputs.text.nsamples} is too small", "use at least 2")
         if self.prune:
-            self.prune.check(checkpoint, targets, left_alone)
+            self.prune.check(inputs, targets, left_alone)
             return
         packed = {t.name: t.dtype for t in targets if t.weight.is_packed}
         check_value_dtypes(packed)
-        _check_base(checkpoint, Checkpoint(self.base), targets)
+        _check_base(inputs.checkpoint, Checkpoint(self.base, name=self.base_name), targets)
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
         """A step of the whole model counts as the elements of its targets, as one pass over them does."""
         inner = (self.prune or super()).work_units(plan, rank, world_size)
-        return inner + self.recovery.steps * sum(target.elements for target in plan.targets)
+        return inner + self.steps * sum(target.elements for target in plan.targets)
 
-    def foreseen(self, checkpoint: Checkpoint) -> dict:
-        targets, _ = self.find_targets(checkpoint, self.trust_remote_code)
+    def foreseen(self, inputs: Inputs) -> dict:
+        targets, _ = self.find_targets(inputs)
         memory = {
-            way: {kind: memory_bytes(checkpoint, targets, self.recovery, way, kind) for kind in ("cuda", "cpu")}
+            way: {kind: memory_bytes(inputs, targets, self, way, kind) for kind in ("cuda", "cpu")}
             for way in ("model", "blocks")
         }
-        inner = self.prune.foreseen(checkpoint) if self.prune else {}
+        inner = self.prune.foreseen(inputs) if self.prune else {}
         return inner | {"recovery": {"way": self._way, "memory_bytes": memory}}
 
-    def peak_bytes(self, checkpoint: Checkpoint, targets: list[Target]) -> int:
-        inner = self.prune.peak_bytes(checkpoint, targets) if self.prune else super().peak_bytes(checkpoint, targets)
-        return max(inner, memory_bytes(checkpoint, targets, self.recovery, self._way, "cpu"))
+    def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
+        inner = self.prune.peak_bytes(inputs, targets) if self.prune else super().peak_bytes(inputs, targets)
+        return max(inner, memory_bytes(inputs, targets, self, self._way, "cpu"))
 
     @property
     def _way(self) -> str:
-        return "blocks" if self.recovery.blocks else "model"
+        return "blocks" if self.blocks else "model"
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         ids, stream = _text(plan, self)  # first, so that too little of it is told before the work
@@ -126,7 +150,7 @@ class RecoverRecipe(Recipe):
         if inner is None:
             return None
         recover(plan, self, inner, ids, stream, device, progress)
-        return {"prune": inner, "recovered": Recovered(plan.work)}
+        return {"prune": inner, "recovered": Found(plan.work, RECOVERY)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         found = state["recovered"].get(target.name)
@@ -146,123 +170,120 @@ class RecoverRecipe(Recipe):
 
     def describe(self, plan: Plan, tensors: list[dict]) -> dict:
         inner = self.prune.describe(plan, tensors) if self.prune else {}
-        facts = {key: value for key, value in read_json(plan.work / FACTS).items() if key != "identity"}
-        return inner | {"recovery": facts}
+        return inner | {"recovery": Found(plan.work, RECOVERY).facts}
 
     def extra_files(self, plan: Plan) -> dict[str, bytes]:
         return self.prune.extra_files(plan) if self.prune else {}
 
+    @classmethod
+    def made(cls, step: dict) -> bool:
+        return expectation.trained(step)
 
-class Recovered:
-    """What training made, by stored name: files in a folder, read when they are asked for. Picklable."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return Recovered, (self.folder,)
-
-    @cached_property
-    def _files(self) -> dict:
-        opened = [safe_open(path, framework="pt") for path in sorted(self.folder.glob("recovered-*.safetensors"))]
-        return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a dictionary
-
-    def get(self, name: str) -> Tensor | None:
-        """In the dtype that is stored; None for what was not trained."""
-        return self._files[name].get_tensor(name) if name in self._files else None
+    @classmethod
+    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+        """What training brought, unless the model was pruned once more since."""
+        rows = []
+        if "recovery" in manifest:
+            rows.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
+        number = next((i for i, step in enumerate(steps) if "method" in step["settings"]), len(steps) - 1)
+        if not any(map(cls.made, steps[: number + 1])):
+            return Card(tuple(rows))
+        method, sparsity = (steps[number]["settings"].get(key) for key in ("method", "sparsity"))
+        by, known = (f" by {method} to {sparsity:.0%} zeros", expectation.recovered(sparsity)) if method else ("", None)
+        told = f"What pruning{by} left was trained against the dense model, every zero held"
+        warned = [f"**Warning**: {warning}." for warning in manifest.get("recovery", {}).get("warnings", [])]
+        return Card(tuple(rows), (f"{told}; {known}." if known else f"{told}.", *warned))
 
 
-def _text(plan: Plan, recipe: RecoverRecipe) -> tuple[list[int], Stream]:
+def _brought(told: dict) -> str:
+    """What training saw, and what it brought on text that was held out."""
+    if told["way"] == "blocks":
+        last = told["layers"][-1]
+        return (
+            f"{told['tokens']:,} tokens a layer, held-out error of the last layer's output {last['error_before']:.4f} -> "
+            f"{last['error_after']:.4f} (every layer's is in `tilepress.json`)"
+        )
+    return f"{told['tokens']:,} tokens, held-out KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
+
+
+def _text(plan: Plan, recipe: Recover) -> tuple[list[int], Stream]:
     """As many tokens as training will see, as far as the text has them. Raises UsageError for less than two windows."""
-    recovery, tokenizer = recipe.recovery, load_tokenizer(plan.source, recipe.trust_remote_code)
-    needed = recovery.nsamples * recovery.seqlen if recovery.blocks else _MOST_TOKENS
-    needed = min(recovery.tokens, needed) + HELD_OUT * recovery.seqlen
-    ids = token_ids(tokenizer, recovery.dataset, needed, seed=recovery.seed, special_tokens=False)
-    return ids, Stream(ids, tokenizer("")["input_ids"][:1], recovery.seqlen, recovery.seed, recovery.noise)
+    text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
+    needed = text.nsamples * text.seqlen if recipe.blocks else _MOST_TOKENS
+    needed = min(recipe.tokens(text), needed) + HELD_OUT * text.seqlen
+    ids = token_ids(tokenizer, text.dataset, needed, seed=text.seed, special_tokens=False)
+    return ids, Stream(ids, tokenizer("")["input_ids"][:1], text.seqlen, text.seed, recipe.noise)
 
 
 def recover(
-    plan: Plan, recipe: RecoverRecipe, inner: dict, ids: list[int], stream: Stream, device: str, progress: Progress
+    plan: Plan, recipe: Recover, inner: dict, ids: list[int], stream: Stream, device: str, progress: Progress
 ) -> None:
     """Trains, and leaves tensors and facts in the work folder; finds them there when it is resumed.
 
     Raises TilepressError for a loss that is not finite or a card without room, UsageError where the folder holds what was trained from something else.
     """
-    recovery, source = recipe.recovery, Checkpoint(plan.source)
+    text, source = plan.text, Checkpoint(plan.source)
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
-    identity = _identity(plan, base, ids, device)
-    if (plan.work / FACTS).exists():  # and shards may have been written from it
-        if read_json(plan.work / FACTS).get("identity") != identity:
-            raise UsageError(
-                f"the weights, the text of {recovery.dataset} or the kind of device have changed since {plan.output} was trained",
-                "start again with --overwrite",
-            )
+    identity = identity_of(plan, [ids], device, torch.float32, base)
+    if finished(plan, RECOVERY, identity, text.dataset):  # and shards may have been written from it
         (plan.work / STATE).unlink(missing_ok=True)
-        progress("recovered already", recovery.steps * sum(target.elements for target in plan.targets))
+        progress("recovered already", recipe.steps * sum(target.elements for target in plan.targets))
         return
     pair, dtypes = _pair(plan, recipe, source, base, inner, device)
     check_vocabulary([ids], pair.student.model)
     width = hidden_size(source, plan.targets)
     training = Training(
-        recovery.steps,
-        recovery.batch,
-        recovery.windows_at_once,
-        recovery.peak_lr(width),
-        recovery.hidden_loss,
-        recovery.train,
-        recovery.seed,
+        recipe.steps,
+        recipe.batch,
+        recipe.windows_at_once(text),
+        recipe.peak_lr(width),
+        recipe.hidden_loss,
+        recipe.train,
+        text.seed,
         recipe.save_every_s,
     )
     facts = {
         "way": recipe._way,
         "learning_rate": training.peak_lr,
         "text_tokens": len(ids),
-        "held_out_tokens": stream.held * recovery.seqlen,
-        "tokens": recovery.tokens,
+        "held_out_tokens": stream.held * text.seqlen,
+        "tokens": recipe.tokens(text),
         "computed_in": "bfloat16" if pair.student.device.type == "cuda" else "float32",
         "device": pair.student.device.type,
         "warnings": [],
     }
     if not recipe.prune:
         facts["base"] = [{"name": name, "sha256": sha256_file(base.path / name)} for name in base.shards]
-    where = plan.work, identity, progress
     try:
         with same_every_time():
-            if recovery.blocks:
-                windows = [*stream.batch(0, min(recovery.nsamples, stream.per_epoch)), *stream.held_out]
-                facts |= train_blocks(pair, plan.targets, windows, stream.held, training, dtypes, *where)
+            if recipe.blocks:
+                windows = [*stream.batch(0, min(text.nsamples, stream.per_epoch)), *stream.held_out]
+                ids = [window.tolist() for window in windows]
+                visitor = BlockTrainer(pair, plan.targets, stream.held, training, dtypes)
+                Walk(plan, RECOVERY, visitor, text.dataset, ids, device, progress, identity, facts).run()
             else:
                 stream = stream.to(pair.student.device)
-                keeps = keeps_activations(source, plan.targets, recovery)
+                keeps = keeps_activations(source, plan.targets, training.micro_batch * text.seqlen)
                 facts |= train_model(pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress)
+                facts["warnings"] += [in_vain("the model")] if facts["kl_after"] >= facts["kl_before"] else []
+                keep(plan.work, RECOVERY, identity, facts, [TENSORS])
     except torch.OutOfMemoryError as error:
         raise TilepressError(
             f"the card has too little memory for recovery ({str(error).splitlines()[0][:100]})",
             "go on with --resume after freeing some, take a smaller --micro-batch, or train block by block: --blocks",
         ) from error
-    facts["warnings"] += _in_vain(facts)
-    write_atomic(plan.work / FACTS, to_json(facts | {"identity": identity}), plan.work)
     (plan.work / STATE).unlink(missing_ok=True)  # six times the weights, which are packed next
 
 
-def _in_vain(facts: dict) -> list[str]:
-    """Warnings of what is no better than before on text that was held out."""
-    if "layers" not in facts:
-        worse = facts["kl_after"] >= facts["kl_before"]
-        return ["recovery did not bring the model nearer to the dense one on text that was held out"] if worse else []
-    worse = [told["layer"] for told in facts["layers"] if told["error_after"] >= told["error_before"]]
-    return [f"recovery did not bring {layer} nearer to the dense one on text that was held out" for layer in worse]
-
-
 def _pair(
-    plan: Plan, recipe: RecoverRecipe, source: Checkpoint, base: Checkpoint, inner: dict, device: str
+    plan: Plan, recipe: Recover, source: Checkpoint, base: Checkpoint, inner: dict, device: str
 ) -> tuple[Pair, dict[str, torch.dtype]]:
     """Both models, without their layers' weights yet, and the dtype that each tensor is stored in."""
     targets, stored = plan.targets, plan.targets[0].dtype
-    student = LayerByLayer(source, targets, device, torch.float32, recipe.dtype, recipe.trust_remote_code)
-    theirs, _ = find_targets(base, (), recipe.trust_remote_code)
+    student = LayerByLayer(source, targets, device, torch.float32, recipe.dtype, plan.trust_remote_code)
+    theirs, _ = find_targets(base, (), plan.trust_remote_code)
     compute = torch.float32 if device == "cpu" else {torch.float32: torch.bfloat16}.get(stored, stored)
-    teacher = LayerByLayer(base, theirs, device, compute, None, recipe.trust_remote_code)
+    teacher = LayerByLayer(base, theirs, device, compute, None, plan.trust_remote_code)
     unplaced = [target.name for target in targets if target.name not in student.module_of]
     if unplaced:
         raise UsageError(f"{unplaced[0]} has no place in the model", "leave it out of pruning with --ignore")
@@ -280,14 +301,6 @@ def _pair(
         if entry.dtype.is_floating_point:
             dtypes.setdefault(name, recipe.dtype or entry.dtype)
     return Pair(student, teacher, start), dtypes
-
-
-def _identity(plan: Plan, base: Checkpoint, ids: list[int], device: str) -> str:
-    files = [plan.source / shard.source for shard in plan.shards] + [base.path / name for name in base.shards]
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = hashlib.sha256(np.array(ids).tobytes()).hexdigest()
-    facts = [plan.fingerprint, stats, text, torch.device(device).type]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _check_base(source: Checkpoint, base: Checkpoint, targets: list[Target]) -> None:
@@ -331,7 +344,7 @@ def _share_of_zeros(checkpoint: Checkpoint, target: Target) -> float:
     return 1 - int(torch.count_nonzero(weight)) / weight.numel()
 
 
-def density_of(checkpoint: Checkpoint) -> float:
+def _density(checkpoint: Checkpoint) -> float:
     """The share of non-zeros in an artifact's packed and pruned weights, from its manifest; 1 without one."""
     tensors = [t for t in (checkpoint.manifest or {}).get("tensors", []) if "zeros" in t]
     elements = sum(t["zeros"] + t["nonzeros"] for t in tensors)

@@ -1,24 +1,23 @@
 """Two ways to train what pruning left of a model until it does again what the dense model did.
 
 `train_model` runs both models whole: every kept weight sees the gradient of the loss at the model's end. It needs about 21 bytes a parameter.
-`train_blocks` has one decoder layer of each in memory: the pruned layer, fed with what the recovered layers before it make, is trained to give the
+`BlockTrainer` has one decoder layer of each in memory: the pruned layer, fed with what the recovered layers before it make, is trained to give the
 dense layer's output on the dense path, so that it also makes up for what came before (EBFT: Guo et al. 2024, arXiv 2402.12419, there with the layer's
 own inputs). Hidden states of all windows lie on the CPU.
 
 Both read windows of one stream of tokens, of which the end is held out to say what training brought.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import Layer, Visitor, write_tensors
 from tilepress.compress.prune.layer_pruning import rounded
 from tilepress.compress.recover.distillation import (
     MaskedAdamW,
@@ -28,21 +27,22 @@ from tilepress.compress.recover.distillation import (
     outputs_of,
     recompute,
     relative_error,
-    write_tensors,
 )
 from tilepress.compress.recover.settings import HELD_OUT
-from tilepress.compress.run.plan import Progress
+from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
 
 Start = Callable[[Target], Tensor]  # a target's pruned weight, the way round that the model stores it
-STATE = "training.safetensors"  # of the whole model, in the work folder
+STATE = "training.safetensors"  # the state of the whole model's training, in the work folder
+TENSORS = "recovered.safetensors"  # the whole model's trained tensors, there too
+_DENSE = "dense"  # the teacher's stream
 _CURVE = 20  # losses that the manifest keeps
 
 
 @dataclass(frozen=True)
 class Training:
-    """What of the settings concerns the training itself."""
+    """Settings of the training itself."""
 
     steps: int
     batch: int  # windows of a step
@@ -81,7 +81,7 @@ class Stream:
         self._epoch: tuple[int, Tensor] | None = None
 
     def batch(self, step: int, count: int) -> Tensor:
-        """[count, seqlen]"""
+        """Return the windows of a step, [count, seqlen]."""
         starts = torch.stack([self._first(number) for number in range(step * count, (step + 1) * count)])
         at = starts.to(self.ids.device)[:, None] + torch.arange(self.span, device=self.ids.device)
         rows = self.ids[at]
@@ -109,7 +109,7 @@ class Stream:
 
 
 def seeded(number: int) -> torch.Generator:
-    """Of a number of any size: torch takes 64 bits."""
+    """Return a generator seeded with a number of any size: torch takes 64 bits."""
     return torch.Generator().manual_seed(number % (1 << 64))
 
 
@@ -128,13 +128,13 @@ class Pair:
         return torch.autocast("cuda", torch.bfloat16) if card else nullcontext()
 
     def put(self, targets: list[Target]) -> None:
-        """Gives the student the pruned weights."""
+        """Give the student the pruned weights."""
         for target in targets:
             weight = self.start(target)
             self.student.model.get_submodule(self.student.module_of[target.name]).weight.data.copy_(weight)
 
     def trained(self, train: str, inside: str = "") -> dict[str, nn.Parameter]:
-        """The parameters to train, by stored name."""
+        """Return the parameters to train, by stored name."""
         student, found = self.student, {}
         targets = {f"{path}.weight" for path in student.module_of.values()}
         for path, parameter in student.model.named_parameters():
@@ -146,7 +146,7 @@ class Pair:
         return found
 
     def same_memory(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The parameters under every stored name that they have: a tied output head may be stored too."""
+        """Return the parameters under every stored name that they have: a tied output head may be stored too."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         for path, parameter in self.student.model.named_parameters(remove_duplicate=False):
             stored = self.student.stored.get(path)
@@ -166,7 +166,7 @@ def train_model(
     identity: str,
     progress: Progress,
 ) -> dict:
-    """Trains the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it."""
+    """Train the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it."""
     layers = pair.student.layers
     progress("loading both models", 0)
     student, teacher = pair.student.load_all(), pair.teacher.load_all()
@@ -208,116 +208,103 @@ def train_model(
     losses = fit(optimizer, backward, saved, told)
     _round(parameters, dtypes)
     after = held_out()
-    write_tensors(folder / "recovered-0.safetensors", _stored(pair.same_memory(parameters), dtypes))
+    write_tensors(folder / TENSORS, _stored(pair.same_memory(parameters), dtypes))
     return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters)
 
 
-def train_blocks(
-    pair: Pair,
-    targets: list[Target],
-    windows: list[Tensor],
-    held: int,
-    training: Training,
-    dtypes: dict[str, torch.dtype],
-    folder: Path,
-    identity: str,
-    progress: Progress,
-) -> dict:
-    """Trains layer after layer on `windows` [tokens], the last `held` of them held out; each layer's tensors are a file in `folder`."""
-    student, teacher = pair.student, pair.teacher
-    inside = {target.name for found in student.targets_of.values() for target in found}
-    pair.put([target for target in targets if target.name not in inside])
-    stored = next(iter(dtypes.values()))
-    wanted = [teacher.embed(window).to(stored) for window in windows]
-    hidden = [student.embed(window).to(stored) for window in windows]
-    facts, counts = [], {"trained_parameters": 0, "zeros_held": 0}
-    for number, layer in enumerate(student.layers):
-        progress(f"the dense {layer}", 0)
-        with teacher.loaded(layer):
-            wanted = [teacher.run(layer, h).to(stored).cpu() for h in wanted]
-        file = folder / f"recovered-{number}.safetensors"
-        with student.loaded(layer) as module:
-            pair.put(student.targets_of[layer])  # of a finished layer too: a recipe may count on its order
-            parameters = pair.trained(training.train, f"{layer}.")
-            found = _counts(parameters)
-            counts = {key: counts[key] + found[key] for key in counts}
-            saved = SavedState(folder / f"training-{number}.safetensors", f"{identity} {number}", training.save_every_s)
-            told = _finished(file, saved.identity)
-            if told is None:
-                block = _Block(pair, layer, hidden, wanted, held)
-                told = _train_block(block, number, parameters, training, dtypes, saved, progress)
-                told = {key: value.hex() for key, value in told.items()} | {"identity": saved.identity}
-                write_tensors(file, _stored(parameters, dtypes), told)
-                saved.path.unlink(missing_ok=True)
-            else:
-                progress(f"{layer} is done", training.steps * sum(t.elements for t in student.targets_of[layer]))
-                with torch.no_grad():
-                    for name, tensor in load_file(file).items():
-                        parameters[name].copy_(tensor)
-            del parameters
-            hidden = [_run(pair, layer, h).to(stored).cpu() for h in hidden]
-            del module
-        facts.append({"layer": layer} | {key: float.fromhex(told[key]) for key in ("error_before", "error_after")})
-    return {"layers": facts} | counts
+class BlockTrainer(Visitor):
+    """Trains layer after layer; the last `held` windows are held out. Tensors are the trained ones by their stored names.
+
+    The walk's hidden states are the recovered student's; a second stream is the dense teacher's."""
+
+    doing = "recovering"
+    reports = True
+
+    def __init__(
+        self, pair: Pair, targets: list[Target], held: int, training: Training, dtypes: dict[str, torch.dtype]
+    ):
+        self.pair, self.targets, self.held, self.training, self.dtypes = pair, targets, held, training, dtypes
+        self.dtype = next(iter(dtypes.values()))
+
+    def model(self, plan: Plan, device: str) -> LayerByLayer:
+        return self.pair.student
+
+    def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
+        inside = {target.name for found in model.targets_of.values() for target in found}
+        self.pair.put([target for target in self.targets if target.name not in inside])
+        teacher = self.pair.teacher
+        streams[_DENSE] = [teacher.embed(torch.tensor(window)).to(self.dtype) for window in windows]
+
+    def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
+        with self._loaded(layer) as parameters:
+            counts = _counts(parameters)
+            errors = _train_block(self, layer, parameters)
+            return {"layers": [{"layer": layer.path} | errors], "counts": [counts]}, _stored(parameters, self.dtypes)
+
+    def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
+        with self._loaded(layer) as parameters, torch.no_grad():
+            for name, tensor in tensors.items():
+                parameters[name].copy_(tensor)
+
+    def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        counts = facts.pop("counts")
+        facts |= {key: sum(found[key] for found in counts) for key in counts[0]}
+        worse = [told["layer"] for told in facts["layers"] if told["error_after"] >= told["error_before"]]
+        facts["warnings"] += [in_vain(layer) for layer in worse]
+        return facts
+
+    def units(self, layer: Layer) -> int:
+        return self.training.steps * layer.elements
+
+    @contextmanager
+    def _loaded(self, layer: Layer) -> Iterator[dict[str, nn.Parameter]]:
+        """Take the dense stream through the layer, then load the pruned one; in the end its stream goes through what was made of it."""
+        layer.progress(f"the dense {layer.path}", 0)
+        teacher = replace(layer, model=self.pair.teacher)
+        with teacher.model.loaded(layer.path):
+            teacher.advance(_DENSE)
+        with layer.model.loaded(layer.path):
+            self.pair.put(layer.model.targets_of[layer.path])  # also if it is skipped: a recipe may count on its order
+            yield self.pair.trained(self.training.train, f"{layer.path}.")
+            with self.pair.autocast:
+                layer.advance()
 
 
-@dataclass
-class _Block:
-    """A decoder layer with its inputs and what they should become; the last `held` of them are not trained on."""
-
-    pair: Pair
-    layer: str
-    hidden: list[Tensor]
-    wanted: list[Tensor]
-    held: int
-
-    def loss(self, number: int, grad: bool) -> Tensor:
-        out = _run(self.pair, self.layer, self.hidden[number], grad)
-        return relative_error(out, self.wanted[number].to(out.device))
-
-    def held_out(self) -> float:
-        numbers = range(len(self.hidden) - self.held, len(self.hidden))
-        return sum(float(self.loss(number, False)) for number in numbers) / self.held
-
-
-def _run(pair: Pair, layer: str, hidden: Tensor, grad: bool = False) -> Tensor:
-    with pair.autocast:
-        return pair.student.run(layer, hidden, grad=grad)
-
-
-def _train_block(
-    block: _Block,
-    number: int,
-    parameters: dict[str, nn.Parameter],
-    training: Training,
-    dtypes: dict[str, torch.dtype],
-    saved: SavedState,
-    progress: Progress,
-) -> dict[str, float]:
-    count = len(block.hidden) - block.held
-    order = _orders(count, (training.seed << 24) + (number << 12))
-    units = sum(target.elements for target in block.pair.student.targets_of[block.layer])
+def _train_block(trainer: BlockTrainer, layer: Layer, parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """Train a loaded layer to make the dense stream's states of its inputs; return its errors on what is held out."""
+    training, pair, wanted = trainer.training, trainer.pair, layer.streams[_DENSE]
+    count = len(layer.hidden) - trainer.held
+    order = _orders(count, (training.seed << 24) + (layer.number << 12))
     optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
+
+    def loss_of(number: int, grad: bool) -> Tensor:
+        with pair.autocast:
+            out = layer.model.run(layer.path, layer.hidden[number], grad=grad)
+        return relative_error(out, wanted[number].to(out.device))
+
+    def held_out() -> float:
+        return sum(float(loss_of(number, False)) for number in range(count, len(layer.hidden))) / trainer.held
 
     def backward(step: int) -> Tensor:
         total = 0.0
         for at in range(step * training.batch, (step + 1) * training.batch):
-            loss = block.loss(order(at), True) / training.batch
+            loss = loss_of(order(at), True) / training.batch
             loss.backward()
             total = total + loss.detach()
         return total
 
     def told(steps: int, loss: float) -> None:
-        progress(f"{block.layer}: step {optimizer.done} of {training.steps}, error {loss:.4f}", steps * units)
+        what = f"{layer.path}: step {optimizer.done} of {training.steps}, error {loss:.4f}"
+        layer.progress(what, steps * layer.elements)
 
-    before = block.held_out()
-    fit(optimizer, backward, saved, told)
-    _round(parameters, dtypes)
-    return {"error_before": before, "error_after": block.held_out()}
+    before = held_out()
+    fit(optimizer, backward, SavedState(layer.scratch, layer.scratch.name, training.save_every_s), told)
+    _round(parameters, trainer.dtypes)
+    return {"error_before": before, "error_after": held_out()}
 
 
 def _orders(count: int, seed: int) -> Callable[[int], int]:
-    """Numbers below `count` in a random order, and then in another: the n-th of them."""
+    """Return a function for the n-th of the numbers below `count` in a random order, and then in another."""
     epochs: dict[int, list[int]] = {}
 
     def at(number: int) -> int:
@@ -330,18 +317,9 @@ def _orders(count: int, seed: int) -> Callable[[int], int]:
     return at
 
 
-def _finished(file: Path, identity: str) -> dict[str, str] | None:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            told = opened.metadata() or {}
-    except (OSError, SafetensorError):
-        return None
-    return told if told.get("identity") == identity else None
-
-
 @torch.no_grad()
 def _round(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) -> None:
-    """To what the artifact will hold, which is what is measured and what the next layer gets; nothing that was trained becomes zero.
+    """Round parameters to what the artifact will hold, which is what is measured and what the next layer gets; nothing that was trained becomes zero.
 
     Raises TilepressError for values that are not finite, or not in that dtype."""
     for name, parameter in parameters.items():
@@ -360,7 +338,12 @@ def _counts(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
     return {"trained_parameters": kept, "zeros_held": elements - kept}
 
 
+def in_vain(what: str) -> str:
+    """Return the warning for what training did not bring nearer to the dense model."""
+    return f"recovery did not bring {what} nearer to the dense one on text that was held out"
+
+
 def thinned(losses: list[float]) -> list[float]:
-    """At most 20 of them, evenly spread, the last one among them."""
+    """Return at most 20 of the losses, evenly spread, the last one among them."""
     step = max(1, -(-len(losses) // _CURVE))
     return [round(loss, 6) for loss in losses[::-1][::step][::-1]]

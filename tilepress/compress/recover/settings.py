@@ -1,11 +1,13 @@
-"""What recovery is asked to do, and the memory that it takes for that."""
+"""Settings of recovery, and the memory that it takes with them."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import Target
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.text import Text
 
 TRAIN = ("kept", "norms", "all")
 _MICRO_TOKENS = 16384  # that run at a time unless --micro-batch says otherwise
@@ -15,30 +17,23 @@ KEPT_ACTIVATIONS = 4 << 30  # bytes; layers that would keep more for the way bac
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """Settings of the training. Raises UsageError for one that makes no sense."""
+class Settings:
+    """What training is asked for. Raises UsageError for a setting that makes no sense."""
 
-    steps: int
-    dataset: str
-    seqlen: int = 2048
-    seed: int = 0
+    steps: int  # of training; with `blocks` for each layer
     batch: int = 16  # windows of a step
     micro_batch: int | None = None  # windows at a time; None: what 16,384 tokens hold
     lr: float | None = None  # at its peak; None: by the model's width
     hidden_loss: float = 1.0  # weight of the hidden states' error beside the divergence
     train: str = "all"  # kept | norms | all
-    blocks: bool = False  # block by block
-    nsamples: int = 128  # windows, block by block
+    blocks: bool = False  # one decoder layer after the other, in the memory of one
     noise: float = 0.0  # share of input tokens that others of the text replace, for both models
 
     def __post_init__(self):
         for name, value, least in (
             ("steps", self.steps, 1),
-            ("seqlen", self.seqlen, 16),
-            ("seed", self.seed, 0),
             ("batch", self.batch, 1),
             ("micro-batch", 1 if self.micro_batch is None else self.micro_batch, 1),
-            ("nsamples", self.nsamples, 2),
         ):
             if value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
@@ -51,14 +46,19 @@ class Recovery:
         if self.train not in TRAIN:
             raise UsageError(f"--train {self.train} is unknown", f"choose one of {', '.join(TRAIN)}")
 
-    @property
-    def tokens(self) -> int:
-        """That training sees; block by block each layer."""
-        return self.steps * self.batch * self.seqlen
+    def tokens(self, text: Text) -> int:
+        """Return the tokens that training sees; block by block those that each layer sees."""
+        return self.steps * self.batch * text.seqlen
 
-    @property
-    def windows_at_once(self) -> int:
-        return self.micro_batch or max(1, min(self.batch, _MICRO_TOKENS // self.seqlen))
+    def windows_at_once(self, text: Text) -> int:
+        """Return how many windows run at a time."""
+        return self.micro_batch or max(1, min(self.batch, _MICRO_TOKENS // text.seqlen))
+
+    def described(self, text: Text) -> dict:
+        """Return the settings and the text's, as the manifest has them."""
+        own, words = asdict(self), asdict(text)
+        names = "steps dataset seqlen seed batch micro_batch lr hidden_loss train blocks nsamples noise"
+        return {name: (words | own)[name] for name in names.split()}
 
     def peak_lr(self, width: int) -> float:
         """Falls with the width of the model: Yang et al. 2022 (arXiv 2203.03466); the constant is measured, docs/recovery.md."""
@@ -75,21 +75,22 @@ def layer_count(checkpoint: Checkpoint) -> int:
     return config.get("num_hidden_layers") or config.get("n_layer") or 1
 
 
-def activation_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, recomputed: bool) -> int:
-    """What the way back needs of the windows that run at a time, about: float32 inputs and outputs of linear layers, norms and products."""
-    tokens, layers = recovery.windows_at_once * recovery.seqlen, layer_count(checkpoint)
+def activation_bytes(checkpoint: Checkpoint, targets: list[Target], tokens: int, recomputed: bool) -> int:
+    """Return what the way back needs of `tokens` that run at a time, about: float32 inputs and outputs of linear layers, norms and products."""
+    layers = layer_count(checkpoint)
     inside = 4 * tokens * sum(2 * target.rows + target.cols for target in targets) // layers
     boundaries = 2 * 4 * tokens * hidden_size(checkpoint, targets) * layers  # of both models
     return boundaries + (inside if recomputed else inside * layers)
 
 
-def keeps_activations(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery) -> bool:
-    """Whether layers keep what the way back needs, or compute it again."""
-    return activation_bytes(checkpoint, targets, recovery, False) <= KEPT_ACTIVATIONS
+def keeps_activations(checkpoint: Checkpoint, targets: list[Target], tokens: int) -> bool:
+    """Return whether layers keep what the way back needs, or compute it again."""
+    return activation_bytes(checkpoint, targets, tokens, False) <= KEPT_ACTIVATIONS
 
 
-def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recovery, way: str, device: str) -> int:
+def memory_bytes(inputs: Inputs, targets: list[Target], settings: Settings, way: str, device: str) -> int:
     """On the device, about, of training the whole model or block by block on a card or the CPU, without what torch itself takes."""
+    checkpoint, text = inputs.checkpoint, inputs.text
     kept = sum(target.elements for target in targets)
     entries = [entry for name, entry in checkpoint.tensors.items() if name not in {t.name for t in targets}]
     parts = {entry.name for t in targets for entry in t.weight.entries}
@@ -103,20 +104,20 @@ def memory_bytes(checkpoint: Checkpoint, targets: list[Target], recovery: Recove
     )  # of other tensors, fused experts among them: in decoder layers and not
     compute = 2 if device == "cuda" else 4
     trains = 4 + 4 + 8  # the weight, its gradient, two moments
-    others = trains if recovery.train == "all" else 4
+    others = trains if settings.train == "all" else 4
     casts = 2 if device == "cuda" else 0  # of autocast
     if way == "model":
         vocabulary = checkpoint.text_config.get("vocab_size") or 0
-        logits = recovery.windows_at_once * recovery.seqlen * vocabulary * 3 * compute
-        rows = 4 * 4 * min(2048, recovery.windows_at_once * recovery.seqlen) * vocabulary
-        keeps = keeps_activations(checkpoint, targets, recovery)
-        activations = activation_bytes(checkpoint, targets, recovery, not keeps)
+        tokens = settings.windows_at_once(text) * text.seqlen
+        logits = tokens * vocabulary * 3 * compute
+        rows = 4 * 4 * min(2048, tokens) * vocabulary
+        keeps = keeps_activations(checkpoint, targets, tokens)
+        activations = activation_bytes(checkpoint, targets, tokens, not keeps)
         weights = kept * (trains + 1 + casts + compute) + (inside + outside) * (others + casts + compute)
         return weights + activations + logits + rows
     layers = layer_count(checkpoint)
     layer = (kept * (trains + 1 + casts) + inside * (others + casts)) // layers
-    one = Recovery(1, recovery.dataset, recovery.seqlen, batch=1, micro_batch=1)
-    activations = activation_bytes(checkpoint, targets, one, False) // layers
-    windows = min(recovery.nsamples, recovery.steps * recovery.batch) + HELD_OUT
-    hidden = 3 * windows * recovery.seqlen * hidden_size(checkpoint, targets) * targets[0].dtype.itemsize
+    activations = activation_bytes(checkpoint, targets, text.seqlen, False) // layers
+    windows = min(text.nsamples, settings.steps * settings.batch) + HELD_OUT
+    hidden = 3 * windows * text.seqlen * hidden_size(checkpoint, targets) * targets[0].dtype.itemsize
     return layer + outside * (4 + compute) + activations + (hidden if device == "cpu" else 0)

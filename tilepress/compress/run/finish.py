@@ -6,19 +6,25 @@ from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
-from tilepress import __version__
-from tilepress.compress.prune import expectation
-from tilepress.compress.run.plan import Plan, done_record, other_files
+from tilepress.compress.kv.recipe import KVCache
+from tilepress.compress.prune.recipe import Prune
+from tilepress.compress.quantize.recipe import Quantize
+from tilepress.compress.recover.recipe import Recover
+from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
 from tilepress.formats import TilepressError
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.layout import layout_named
+from tilepress.version import __version__
 
-OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
+GENERAL = (  # the manifest's keys that every artifact has; all others are the recipe's
+    *("format_version", "tilepress", "command", "fingerprint", "versions", "source", "left_alone", "tensors", "files"),
+)
+CARDS = (Quantize, KVCache, Prune, Recover)  # the recipes that add to a model card, in that order
 
 
 def finish(plan: Plan) -> dict | None:
-    """Writes what makes the folder an artifact once every shard is done, and returns its manifest; None while any is missing.
+    """Write what makes the folder an artifact once every shard is done, and return its manifest; None while any is missing.
 
     Of several ranks that come last at once, each writes the same bytes; one that finds the work folder gone was not needed.
     """
@@ -44,7 +50,7 @@ def _finish(plan: Plan) -> dict | None:
         "format_version": FORMAT_VERSION,
         "tilepress": __version__,
         "command": plan.recipe.command,
-        "settings": plan.recipe.settings(),
+        "settings": plan.settings,
         "fingerprint": plan.fingerprint,
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
         "source": {"name": plan.name, "files": [r["source"] for r in records]}
@@ -94,8 +100,18 @@ def _copy_other_files(plan: Plan) -> list[str]:
     return copied
 
 
+def history(manifest: dict) -> list[dict]:
+    """Return the steps that made an artifact, the newest first, each with `command`, `settings` and `source`."""
+    steps = [manifest]
+    while "recipe" in steps[-1]["source"]:
+        steps.append(steps[-1]["source"]["recipe"])
+    return steps
+
+
 def model_card(manifest: dict) -> str:
-    """Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+    """Return Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+    steps = history(manifest)
+    cards = [kind.card(manifest, steps) for kind in CARDS if any(map(kind.made, steps))]
     base = manifest["source"]["name"]
     packed = [t for t in manifest["tensors"] if layout_named(t["layout"]).sparse]
     int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
@@ -114,18 +130,14 @@ def model_card(manifest: dict) -> str:
         "|---|---|",
         f"| made by | `tilepress {manifest['command']}` {_settings(manifest['settings'])} |",
     ]
-    made = manifest
-    while "recipe" in made["source"]:
-        made = made["source"]["recipe"]
-        lines.append(f"| from | `tilepress {made['command']}` {_settings(made['settings'])} |")
+    lines += [f"| from | `tilepress {step['command']}` {_settings(step['settings'])} |" for step in steps[1:]]
     lines.append(f"| weights | {total / 1e6:.1f} MB |")
     if changed:
         zeros, elements = sum(t["zeros"] for t in changed), sum(prod(t["shape"]) for t in changed)
         lines.append(
             f"| sparsity | {zeros / elements:.2%} of {len(changed)} linear weights ({zeros:,} of {elements:,} are zero) |"
         )
-    if "recovery" in manifest:
-        lines.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
+    lines += [row for card in cards for row in card.rows]
     if manifest["left_alone"]:
         lines.append(
             f"| left alone | {len(manifest['left_alone'])} tensors, each with its reason in `tilepress.json` |"
@@ -147,60 +159,15 @@ def model_card(manifest: dict) -> str:
             "",
         ]
     if int8:
-        lines += [f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest)} {OURS} runs it.", ""]
-        if "report" in manifest:
-            worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
-            lines += [f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.", ""]
-    if "kv_cache" in manifest:
-        told = manifest["kv_cache"]
         lines += [
-            f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
-            f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
-            f"{OURS} generates with it; other loaders ignore it.",
+            f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest['tensors'], steps)} {OURS} runs it.",
             "",
         ]
-    lines += _expected(manifest)
+    for card in cards:
+        for paragraph in card.paragraphs:
+            lines += [paragraph, ""]
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
     return "\n".join(lines)
-
-
-def _brought(told: dict) -> str:
-    """What training saw, and what it brought on text that was held out."""
-    if told["way"] == "blocks":
-        last = told["layers"][-1]
-        return (
-            f"{told['tokens']:,} tokens a layer, held-out error of the last layer's output {last['error_before']:.4f} -> "
-            f"{last['error_after']:.4f} (every layer's is in `tilepress.json`)"
-        )
-    return f"{told['tokens']:,} tokens, held-out KL divergence {told['kl_before']:.4f} -> {told['kl_after']:.4f}"
-
-
-def _expected(manifest: dict) -> list[str]:
-    """How the zeros were chosen, what speaks against it, and what is known where they were trained around since."""
-    made, trained = manifest, False
-    while "method" not in made["settings"] and "recipe" in made["source"]:
-        trained = trained or made["command"] == "compress recover"
-        made = made["source"]["recipe"]
-    trained = trained or made["command"] == "compress recover" or "recover_steps" in made["settings"]
-    method, sparsity = made["settings"].get("method"), made["settings"].get("sparsity")
-    lines = []
-    if "allocation" in manifest:
-        seen = manifest["calibration"]
-        lines += [
-            f"Pruned by {method} on {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {manifest['allocation']['chosen']}; "
-            "the sparsity and the output error of every weight are in `tilepress.json`.",
-            "",
-        ]
-    if trained:
-        by, known = (f" by {method} to {sparsity:.0%} zeros", expectation.recovered(sparsity)) if method else ("", None)
-        told = f"What pruning{by} left was trained against the dense model, every zero held"
-        lines += [f"{told}; {known}." if known else f"{told}.", ""]
-        warnings = manifest.get("recovery", {}).get("warnings", [])
-    else:
-        warnings = [warned] if (warned := expectation.warning(method, sparsity)) else []
-    for warning in warnings:
-        lines += [f"**Warning**: {warning}.", ""]
-    return lines
 
 
 def _how_packed(packed: list[dict]) -> str:
@@ -212,12 +179,9 @@ def _how_packed(packed: list[dict]) -> str:
     return f"Linear weights are stored sparsely: {', '.join(told)}."
 
 
-def _int8_loaders(manifest: dict) -> str:
-    """Who else loads an INT8 artifact."""
-    tensors, made = manifest["tensors"], manifest
-    while "activations" not in made["settings"] and "recipe" in made["source"]:
-        made = made["source"]["recipe"]
-    activations = made["settings"].get("activations")
+def _int8_loaders(tensors: list[dict], steps: list[dict]) -> str:
+    """Return who else loads an INT8 artifact."""
+    activations = next((step["settings"]["activations"] for step in steps if "activations" in step["settings"]), None)
     if any(t["layout"] == "int8" and t.get("transposed") for t in tensors):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
     experts = any(".experts." in t["name"] for t in tensors)

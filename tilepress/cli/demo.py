@@ -1,0 +1,182 @@
+"""`tilepress demo`: the whole path on an embedded model, or models of a known shape on a card."""
+
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import tilepress
+from tilepress.cli.flags import Device, Json, Quiet, Seed, parse_batches, parse_list, parse_share
+from tilepress.cli.making import stages_text
+from tilepress.cli.speed import speed_text
+from tilepress.cli.terminal import check_writable, quiet_libraries, say, show, size, table, with_error
+from tilepress.formats import TilepressError, UsageError
+
+EXAMPLE = "tilepress demo --shape llama-3-8b --batch 16,1 --context 8192,2048 -o end_to_end.json"
+
+
+def demo(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR|FILE",
+            help="Keep the artifacts here.  [default: a temporary folder] With --shape, write the JSON there.",
+            show_default=False,
+        ),
+    ] = None,
+    sparsity: Annotated[str, typer.Option(metavar="LIST", help="Sparsities to try.")] = "0.3,0.5,0.6,0.7",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Time random models of this shape: llama-3-8b, llama-2-70b, opt-30b, opt-66b; to try it out, llama-tiny, opt-tiny.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="--shape: of tiled-csl-PERCENT, tiled-bitmap-PERCENT, w8a8, w8a16, dense, each alone or with +kv4 or +kv8.  "
+            "[default: tiled-csl-80+kv4,tiled-bitmap-50+kv4,w8a8+kv4]",
+            show_default=False,
+        ),
+    ] = None,
+    base: Annotated[
+        str, typer.Option(metavar="RECIPE|none", help="--shape: the recipe that speed-ups are over, timed first.")
+    ] = "dense",
+    batch: Annotated[
+        str, typer.Option(metavar="LIST", help="--shape: sequences at a time; fit: as many as the card holds.")
+    ] = "1,16",
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="--shape: tokens of a sequence, for all batches or one for each.")
+    ] = "2048",
+    new_tokens: Annotated[int, typer.Option(help="--shape: decode steps that are timed.")] = 128,
+    runs: Annotated[int, typer.Option(help="--shape: how often, for the spread.")] = 5,
+    chunk: Annotated[int, typer.Option(help="--shape: tokens of a prompt that are prefilled at once.")] = 2048,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute.
+
+    With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
+    `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run. Several cards share each
+    model under torchrun: torchrun --nproc-per-node 2 -m tilepress demo --shape …
+    """
+    if shape is not None:
+        _time_shape(
+            shape,
+            recipe,
+            None if base == "none" else base,
+            parse_batches(batch),
+            parse_list(context, "context"),
+            {"new_tokens": new_tokens, "runs": runs, "chunk": chunk, "seed": seed},
+            device,
+            output,
+            json_,
+            quiet,
+        )
+        return
+    if recipe is not None or base != "dense" or json_:
+        flag = "--recipe" if recipe else "--json" if json_ else "--base"
+        raise UsageError(f"{flag} is for random models", "add --shape NAME")
+    import tempfile
+    from contextlib import nullcontext
+
+    from tilepress import demo as embedded
+
+    values = [parse_share(value) for value in sparsity.split(",")]
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
+    started = time.monotonic()
+    with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
+        rows = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet)
+    print(table("", ["model", "weights", "of dense", "zeros", "perplexity", "KL divergence", "same top token"], rows))
+    print(
+        f"\n  {len(values)} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
+        + (f"; they are in {output}" if output else "; keep them with -o DIR")
+    )
+
+
+def _time_shape(
+    shape: str,
+    recipe: str | None,
+    base: str | None,
+    batches: list[int | str],
+    contexts: list[int],
+    settings: dict,
+    device: str,
+    output: Path | None,
+    json_: bool,
+    quiet: bool,
+) -> None:
+    from tilepress.bench import shapes
+    from tilepress.device import find_device
+    from tilepress.runtime.parallel.group import TensorParallel
+
+    quiet_libraries()
+    device = find_device(device)
+    plans = shapes.protocols(batches, contexts, **settings)
+    recipes = (shapes.RECIPES if recipe is None else recipe).split(",")
+    group = TensorParallel.start(device)
+    is_first = group is None or group.rank == 0
+    if is_first:
+        check_writable(output)
+    told = say if is_first and not quiet else lambda at: None
+    found = shapes.run(shape, recipes, plans, device if group is None else group.device, told, base, group)
+    if group is not None:
+        group.close()
+    if is_first:
+        show(found, output, _shape_text, json_)
+
+
+def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet: bool) -> list[list[str]]:
+    """Prune, verify and evaluate for each sparsity, and name the command that does each."""
+
+    def tell(*words: object) -> None:
+        if not quiet:
+            say("$ tilepress " + shlex.join(map(str, words)))
+
+    quiet_libraries()
+    tell("inspect", model)
+    rows, dense = [], tilepress.inspect(model).bytes
+    for value in values:
+        out = folder / f"tiny-{100 * value:g}"
+        tell("compress", "prune", model, "-o", out, "--sparsity", f"{value:g}")
+        made = tilepress.compress(model, out, tilepress.Prune(value))
+        tell("verify", out, "--base", model)
+        if not tilepress.verify(out, model).passed:
+            raise TilepressError(f"{out} does not verify", f"`tilepress verify {out} --base {model}` shows why")
+        tell("eval", "perplexity", out, "--base", model, "--dataset", text, "--seqlen", 1024)
+        found = tilepress.perplexity(out, text, base=model, seqlen=1024)
+        against = found.comparison
+        if not rows:
+            base = with_error(against.base.perplexity, against.base.perplexity_stderr)
+            rows.append(["dense bf16", size(dense), "100.0%", "-", base, "-", "-"])
+        sizes = [size(made.bytes), f"{made.bytes / dense:.1%}", f"{made.sparsity:.1%}"]
+        costs = [f"{against.kl_divergence['mean']:.3f}", f"{against.top1_agreement:.1%}"]
+        measured = with_error(found.perplexity, found.perplexity_stderr)
+        rows.append([f"magnitude {100 * value:g}%", *sizes, measured, *costs])
+    return rows
+
+
+def _shape_text(found: dict) -> str:
+    """Return a table for each context, and how long the models took to make."""
+    parts = []
+    for context in dict.fromkeys(case["context"] for case in found["protocol"]["cases"]):
+        rows = [row | {"model": row["artifact"]} for row in found["rows"] if row["context"] == context]
+        parts.append(speed_text(found | {"protocol": found["protocol"] | {"context": context}, "rows": rows}))
+    made = [
+        f"  {build['artifact']} in {build['seconds']:.1f} s ("
+        + stages_text({name: build[name] for name in build if name.endswith("_s")})
+        + ")"
+        for build in found["builds"]
+    ]
+    title = f"{found['protocol']['model']}, {found['protocol']['weights']}; made on the device:"
+    return "\n\n".join([*parts, "\n".join([f"  {title}", *made])])

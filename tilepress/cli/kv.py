@@ -1,0 +1,98 @@
+"""`tilepress compress kv`: a calibrated attention cache."""
+
+from typing import Annotated
+
+import typer
+
+import tilepress
+from tilepress.cli.flags import Dataset, Making, Memory, Model, Output, Samples, Seed, Seqlen, reading, takes
+from tilepress.cli.making import Words, make, say_next, sizes_text
+from tilepress.cli.terminal import table
+
+EXAMPLE = "tilepress compress kv MODEL -o kv4 --dataset text.jsonl --nsamples 64 --seqlen 1024"
+
+
+@takes(Making)
+def kv(
+    model: Model,
+    output: Output,
+    bits: Annotated[int, typer.Option(metavar="4|8", help="Of a stored key or value.")] = 4,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="128|64|32",
+            min=32,
+            help="Channels that share a scale (4 bits).  [default: the head dimension]",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="dynamic|static", help="Scales with every token, or calibrated and stored once.")
+    ] = "dynamic",
+    rotation: Annotated[
+        str, typer.Option(metavar="auto|none|hadamard", help="Rotate keys and queries, auto: if it lowers the error.")
+    ] = "auto",
+    memory: Memory = 1.0,
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
+    *,
+    how: Making,
+) -> None:
+    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are.
+
+    Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
+    """
+    recipe = tilepress.KVCache(bits, group_size, mode, rotation)
+    words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
+    if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed), how, words):
+        say_next(output, model, how)
+
+
+def _plan_text(facts: dict) -> str:
+    told = facts["kv_cache"]
+    head = ["  attention cache: " + told["format"], *_sizes(told, 1.0)]
+    return "\n".join([*head, sizes_text(facts, "The weights stay as they are,"), "  nothing was written"])
+
+
+def _result_text(facts: dict) -> str:
+    written = f"  wrote {facts['output']} in {facts['seconds']:.1f} s; the weights are the source's own files, linked where the disk allows"
+    return f"{kv_text(facts['kv_cache'], facts['memory_gib'])}\n{written}"
+
+
+def kv_text(told: dict, memory_gib: float) -> str:
+    """Return what a calibrated cache takes, and its layers with the greatest output error."""
+    worst = sorted(told["report"], key=lambda layer: -layer["output_error"])[:5]
+    rows = [
+        [
+            str(layer["layer"]),
+            f"{layer['key_error']:.2%}",
+            f"{layer['value_error']:.2%}",
+            f"{layer['output_error']:.2%}",
+            *(f"{layer[name]:.2f}" for name in ("key_alpha", "key_clip", "value_alpha", "value_clip")),
+            *(f"{max(layer['key_overflow'], layer['value_overflow']):.3%}" for _ in range("key_overflow" in layer)),
+        ]
+        for layer in worst
+    ]
+    head = ["layer", "key error", "value error", "output error", "alpha K", "clip K", "alpha V", "clip V"]
+    head += ["beyond the range"] if rows and len(rows[0]) > len(head) else []
+    few = "" if len(worst) == len(told["report"]) else f"; the worst layers of {len(told['report'])}:"
+    rotated = ", keys rotated" if told["rotation"] == "hadamard" else ""
+    return "\n".join(
+        [
+            table(f"  attention cache: {told['format']}{rotated}{few}", head, rows),
+            "",
+            f"  calibrated on {told['tokens']:,} tokens in {told['windows']} windows",
+            *_sizes(told, memory_gib),
+        ]
+    )
+
+
+def _sizes(told: dict, memory_gib: float) -> list[str]:
+    before, after = (int(memory_gib * told[name]) for name in ("tokens_per_gib_bfloat16", "tokens_per_gib"))
+    return [
+        f"  a token     {told['bytes_per_token_bfloat16']:,} -> {told['bytes_per_token']:,} bytes "
+        f"({told['bytes_per_token'] / told['bytes_per_token_bfloat16']:.1%} of bfloat16)",
+        f"  {memory_gib:g} GiB     {before:,} -> {after:,} tokens",
+    ]

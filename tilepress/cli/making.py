@@ -1,0 +1,112 @@
+"""What the commands that make an artifact share: plan, run, and say what came out."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tilepress
+from tilepress.cli.flags import Making
+from tilepress.cli.terminal import Bar, left_alone, quiet_libraries, say, size, table
+
+if TYPE_CHECKING:
+    from tilepress.compress.run.plan import Recipe
+    from tilepress.text import Text
+
+_WARNINGS_SHOWN = 5
+
+
+def plan_text(facts: dict, *told: str) -> str:
+    """Return what `--dry-run` prints of a command that writes weights, with what it has to tell itself."""
+    layers = [[t["name"], f"{t['rows']} x {t['cols']}", size(t["bytes"])] for t in facts["layers"]]
+    head = [table("", ["weight", "rows x cols", "stored now"], layers), left_alone(facts["left_alone"])]
+    return "\n".join([*head, sizes_text(facts, f"{len(layers)} weights"), *told, "  nothing was written"])
+
+
+def sizes_text(facts: dict, what: str) -> str:
+    """Return the line of a dry run that tells shards, sizes and memory."""
+    return (
+        f"  {what} in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
+        f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself"
+    )
+
+
+def result_text(facts: dict, *told: str) -> str:
+    """Return what a command prints that wrote weights: sizes, what it has to tell itself, what was left alone, and the time it took."""
+    share = facts["bytes"] / facts["source_bytes"]
+    lines = [f"  weights    {size(facts['source_bytes'])} -> {size(facts['bytes'])}  ({share:.1%})", *told]
+    lines += [left_alone(facts["left_alone"]), f"  wrote      {facts['output']} in {facts['seconds']:.1f} s"]
+    if facts["stages"]:
+        lines.append(f"  time       {stages_text(facts['stages'])}")
+    return "\n".join(lines)
+
+
+def zeros_text(facts: dict) -> str:
+    """Return the line that tells the zeros of a sparse artifact."""
+    return f"  zeros      {facts['sparsity']:.2%} of {facts['targets']} linear weights"
+
+
+def stages_text(seconds: dict[str, float]) -> str:
+    """Return where the time went."""
+    return ", ".join(f"{name.removesuffix('_s')} {value:.1f} s" for name, value in seconds.items())
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a command speaks of its run."""
+
+    title: str  # of the progress
+    result: Callable[[dict], str]  # a text of what came out
+    planned: Callable[[dict], str] = plan_text  # a text of what `--dry-run` finds
+    told: dict = field(default_factory=dict)  # further keys of what came out
+
+
+def make(
+    model: str, output: Path, recipe: "Recipe", text: "Text | None", how: Making, words: Words
+) -> "tilepress.Outcome | None":
+    """Compress `model` into `output` and print the result.
+
+    Returns the outcome; None for a dry run, and where other ranks have not done their part."""
+    quiet_libraries()
+    run = tilepress.plan(
+        model, output, recipe, dataset=text, trust_remote_code=how.trust_remote_code, revision=how.revision
+    )
+    for warning in run.warnings:
+        say(f"warning: {warning}")
+    if how.dry_run:
+        print(json.dumps(run.to_json(), indent=2) if how.json_ else words.planned(run.to_json()))
+        return None
+    rank, world_size = how.share
+    with Bar(words.title, how.quiet) as bar:
+        made = run.start(
+            how.device,
+            resume=how.resume,
+            overwrite=how.overwrite,
+            workers=how.workers,
+            rank=rank,
+            world_size=world_size,
+            progress=bar.at,
+        )
+    if made is None:
+        say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
+        if how.json_:
+            print(json.dumps({"output": str(output), "complete": False, "rank": rank, "world_size": world_size}))
+        return None
+    if made.was_complete:
+        say(f"{output} is complete already")
+    facts = made.to_json()
+    last = {name: facts.pop(name) for name in ("seconds", "stages")}
+    facts |= words.told | last
+    print(json.dumps(facts, indent=2) if how.json_ else words.result(facts))
+    for warning in made.warnings[:_WARNINGS_SHOWN]:
+        say(f"warning: {warning}")
+    if len(made.warnings) > _WARNINGS_SHOWN:
+        say(f"warning: {len(made.warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
+    return made
+
+
+def say_next(output: Path, base: str | Path, how: Making) -> None:
+    """Name the command that measures what the new artifact costs."""
+    if not how.quiet:
+        say(f"next: tilepress eval perplexity {output} --base {base}")

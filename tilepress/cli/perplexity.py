@@ -1,0 +1,136 @@
+"""`tilepress eval perplexity`: what a model costs on a text."""
+
+import json
+from typing import Annotated
+
+import typer
+
+import tilepress
+from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Trust, parse_dtype, parse_share
+from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, say, table, with_error
+from tilepress.formats import UsageError
+
+EXAMPLE = "tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
+
+
+def perplexity(
+    model: Model,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Compare with this model, window by window.", show_default=False)
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option(metavar="FILE|HUB_ID", help="A .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].")
+    ] = "Salesforce/wikitext:wikitext-2-raw-v1:test",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="gptq|strided", help="gptq: windows without overlap, as papers report; strided: overlapping."
+        ),
+    ] = "gptq",
+    seqlen: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens between windows (strided).  [default: a quarter of seqlen]", show_default=False),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Score so many windows at most.", show_default=False)] = None,
+    max_increase: Annotated[
+        str | None,
+        typer.Option(metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option(
+            metavar="sim|decode|off",
+            help="With a calibrated cache: simulate it in a forward pass, or also send half of each window through it token by token (slow). "
+            "--base has none.  [default: sim]",
+            show_default=False,
+        ),
+    ] = "auto",
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors.
+
+    Several cards share each model under torchrun: torchrun --nproc-per-node 2 -m tilepress eval perplexity …
+    """
+    allowed = parse_share(max_increase) if max_increase is not None else None
+    if allowed is not None and base is None:
+        raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
+    from tilepress.device import find_device
+    from tilepress.runtime.parallel.group import TensorParallel
+
+    quiet_libraries()
+    group = TensorParallel.start(find_device(device))
+    is_first = group is None or group.rank == 0
+    with Bar("perplexity", quiet or not is_first) as bar:
+        found = tilepress.perplexity(
+            model,
+            dataset,
+            base=base,
+            recipe=recipe,
+            seqlen=seqlen,
+            stride=stride,
+            limit=limit,
+            kv=kv,
+            device=device,
+            dtype=parse_dtype(dtype) or "auto",
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            group=group,
+            progress=bar.at,
+        )
+    if group is not None:
+        group.close()
+    if not is_first:
+        return
+    print(json.dumps(found.to_json(), indent=2) if json_ else _text(found.to_json()))
+    if allowed is not None and (increase := found.perplexity / found.comparison.base.perplexity - 1) > allowed:
+        say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _text(result: dict) -> str:
+    """Return the protocol, a row a model, and what ran."""
+    protocol = result["protocol"]
+    title = f"{protocol['dataset']}: recipe {protocol['recipe']}, {result['windows']} windows of {protocol['seqlen']} tokens"
+    if protocol["recipe"] == "strided":
+        title += f", stride {protocol['stride']}"
+    title += f", {result['tokens']:,} scored, {protocol['dtype']} on {protocol['device']}"
+    if protocol["ranks"] > 1:
+        title += f", {protocol['ranks']} ranks"
+    if protocol["limit"]:
+        title += f" (quick: at most {protocol['limit']} windows)"
+
+    def first_cells(name: str, scores: dict) -> list[str]:
+        return [name, with_error(scores["perplexity"], scores["perplexity_stderr"]), f"{scores['bits_per_byte']:.4f}"]
+
+    head, rows = ["model", "perplexity", "bits/byte"], []
+    row = first_cells(result["model"], result)
+    if "base" in result:
+        head += ["nll change", "KL divergence", "same top token"]
+        rows.append([*first_cells(f"{result['base']['model']} (base)", result["base"]), "", "", ""])
+        row += [
+            with_error(result["delta_nll"], result["delta_nll_stderr"]),
+            with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
+            f"{result['top1_agreement']:.2%}",
+        ]
+    if "kv_cache" in result:
+        cache = result["kv_cache"]
+        title += f"\nattention cache {cache['format']}: {cache['measured']}"
+        if "sim_perplexity" in cache:
+            title += (
+                f"\n  simulated: {cache['sim_perplexity']:.4f}, the cache is {cache['decode_over_sim']:+.3%} from that"
+            )
+    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
+    return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"

@@ -1,0 +1,199 @@
+"""`tilepress compress prune`: zeros in the linear weights, and what several sparsities cost."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import tilepress
+from tilepress.cli import recover as recovering
+from tilepress.cli.flags import (
+    Blocks,
+    Dataset,
+    Model,
+    Output,
+    Samples,
+    Seed,
+    Seqlen,
+    Writing,
+    parse_dtype,
+    parse_sparsities,
+    reading,
+    takes,
+)
+from tilepress.cli.making import Words, make, plan_text, result_text, say_next, zeros_text
+from tilepress.cli.terminal import Bar, quiet_libraries, say, table
+from tilepress.formats import UsageError
+
+if TYPE_CHECKING:
+    from tilepress.compress.prune.recipe import Prune
+    from tilepress.text import Text
+
+EXAMPLE = "tilepress compress prune MODEL -o pruned --sparsity 0.5"
+
+
+@takes(Writing)
+def prune(
+    model: Model,
+    output: Output,
+    sparsity: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Of weights to prune, in [0, 1); several with --sweep: 0.5,0.6,0.7.",
+            show_default=False,
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option(metavar="magnitude|wanda|sparsegpt|admm", help="How weights are chosen: see above.")
+    ] = "magnitude",
+    scope: Annotated[
+        str,
+        typer.Option(
+            metavar="layer|row|global",
+            help="Of magnitude: where the sparsity holds, in each weight, in each output row, or over all.",
+        ),
+    ] = "layer",
+    allocation: Annotated[
+        str,
+        typer.Option(metavar="uniform|owl|auto", help="Of the other methods: how zeros are laid out over the weights."),
+    ] = "uniform",
+    damping: Annotated[
+        float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
+    ] = 0.01,
+    format: Annotated[
+        str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
+    ] = "auto",
+    value_dtype: Annotated[
+        str, typer.Option(metavar="auto|int8", help="Of what is left: as it is, or INT8 with a scale for each output.")
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
+    ] = "auto",
+    recover: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS", min=0, help="Then train what is left against MODEL, zeros held; see `compress recover`."
+        ),
+    ] = 0,
+    blocks: Blocks = False,
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Measure every sparsity and keep a table and a drawing, no artifact.")
+    ] = False,
+    eval_dataset: Annotated[
+        str, typer.Option(metavar="FILE|HUB_ID", help="With --sweep: the text to measure on.")
+    ] = "Salesforce/wikitext:wikitext-2-raw-v1:test",
+    *,
+    how: Writing,
+) -> None:
+    """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL
+    (INT8 values always as a bitmap), below 15 % dense.
+
+    \b
+    --method   text  what it does
+    magnitude  no    drops the smallest weights: usable to about 50 %, destroys models above 55 %
+    wanda      yes   weighs them by their inputs: quick
+    sparsegpt  yes   and fits what is left to the dense model's outputs: the one to take
+    admm       yes   a slower search for better masks than sparsegpt's
+
+    Measured figures: docs/pruning.md. Before you deploy: `tilepress eval perplexity`, or --sweep.
+    """
+    from dataclasses import replace
+
+    sparsities = parse_sparsities(sparsity)
+    if len(sparsities) > 1 and not sweep:
+        raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
+    recipe = tilepress.Prune(
+        sparsities[0], scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping
+    )
+    text = None
+    if recipe.needs_text or recover:
+        text = reading(dataset, nsamples, seqlen, seed)
+    elif dataset is not None or nsamples is not None or seqlen is not None:
+        raise UsageError(
+            "--method magnitude reads no text, but --dataset, --nsamples or --seqlen is given",
+            "leave them out, or add --method sparsegpt or --recover STEPS",
+        )
+    if blocks and not recover:
+        raise UsageError("--blocks goes with --recover", "add --recover STEPS, or leave it out")
+    if sweep and recover:
+        raise UsageError("--sweep measures pruning alone", "leave out --recover")
+    if sweep:
+        _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, how)
+        return
+    if recover:
+        if method == "magnitude" and nsamples is not None and not blocks:
+            raise UsageError(
+                "--nsamples is given, but training of the whole model takes all of the text",
+                "leave it out, or add --blocks",
+            )
+        recipe = tilepress.Recover(recover, blocks=blocks, prune=recipe)
+    words = Words("pruning and recovering" if recover else "pruning", _result_text, _plan_text)
+    if make(model, output, recipe, text, how, words):
+        say_next(output, model, how)
+
+
+def _sweep(
+    model: str, recipes: "list[Prune]", output: Path, text: "Text | None", eval_dataset: str, how: Writing
+) -> None:
+    """Measure every recipe, and print what came out."""
+    if how.workers > 1 or how.rank is not None or how.dry_run:
+        raise UsageError("--sweep measures one artifact after the other", "leave out --workers, --rank and --dry-run")
+    from tilepress.eval.sweep import HEAD, cells, sweep
+
+    quiet_libraries()
+    for warning in dict.fromkeys(warning for recipe in recipes for warning in recipe.warnings()):
+        say(f"warning: {warning}")
+    with Bar("sweep", how.quiet) as bar:
+        found = sweep(
+            model,
+            output,
+            recipes,
+            dataset=text,
+            evaluate_on=eval_dataset,
+            device=how.device,
+            resume=how.resume,
+            overwrite=how.overwrite,
+            trust_remote_code=how.trust_remote_code,
+            revision=how.revision,
+            progress=bar.at,
+        )
+    title = f"  {recipes[0].method} on {eval_dataset}; dense: {found.rows[0].base_perplexity:.4f}"
+    print(json.dumps(found.to_json(), indent=2) if how.json_ else table(title, HEAD, cells(found.rows)))
+    if not how.quiet:
+        say(f"wrote {output}/sweep.md, sweep.svg and sweep.json")
+
+
+def _plan_text(facts: dict) -> str:
+    return recovering.plan_text(facts) if "recovery" in facts else plan_text(facts)
+
+
+def _result_text(facts: dict) -> str:
+    told = [zeros_text(facts)]
+    if "allocation" in facts:
+        told.append(_calibrated_text(facts))
+    if "recovery" in facts:
+        told.append(recovering.recovery_text(facts["recovery"]))
+    return result_text(facts, *told)
+
+
+def _calibrated_text(facts: dict) -> str:
+    """Return what a calibrated pruning saw, and its worst weights."""
+    seen = facts["calibration"]
+    worst = sorted(seen["pruned"], key=lambda item: -item.get("output_error", 0.0))[:5]
+    rows = [
+        [item["name"], f"{item['sparsity']:.2%}", item["method"], f"{item.get('output_error', float('nan')):.2%}"]
+        for item in worst
+    ]
+    return "\n".join(
+        [
+            f"  calibrated {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {facts['allocation']['chosen']}; the worst:\n",
+            table("", ["weight", "zeros", "method", "output error"], rows),
+            "",
+        ]
+    )

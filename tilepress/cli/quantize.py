@@ -1,0 +1,121 @@
+"""`tilepress compress quantize`: INT8 weights and inputs."""
+
+from typing import Annotated
+
+import typer
+
+import tilepress
+from tilepress.cli.flags import Dataset, Model, Output, Samples, Seed, Seqlen, Writing, parse_dtype, reading, takes
+from tilepress.cli.making import Words, make, result_text, say_next
+from tilepress.cli.terminal import table
+from tilepress.formats import UsageError
+
+EXAMPLE = "tilepress compress quantize MODEL -o int8 --activations tensor --smooth auto --dataset text.jsonl"
+
+
+@takes(Writing)
+def quantize(
+    model: Model,
+    output: Output,
+    weights: Annotated[
+        str, typer.Option(metavar="channel|tensor", help="A scale for each output channel, or one.")
+    ] = "channel",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="token|tensor|channel|tensor-asym|tensor-dynamic|none", help="How inputs are quantized: see above."
+        ),
+    ] = "token",
+    observer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="minmax|percentile|mse", help="How static ranges are chosen.  [default: mse]", show_default=False
+        ),
+    ] = None,
+    percentile: Annotated[
+        float | None,
+        typer.Option(help="With --observer percentile: 99.9 to 99.9999.  [default: 99.999]", show_default=False),
+    ] = None,
+    smooth: Annotated[
+        str,
+        typer.Option(
+            metavar="off|ALPHA|auto",
+            help="SmoothQuant: move outliers of the inputs into the weights; 0 to 1, or the best for each. Needs text.",
+        ),
+    ] = "off",
+    dataset: Dataset = None,
+    nsamples: Samples = None,
+    seqlen: Seqlen = None,
+    seed: Seed = 0,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Convert floating tensors first.")
+    ] = "auto",
+    *,
+    how: Writing,
+) -> None:
+    """Quantize the linear weights of MODEL, and their inputs, to INT8, as compressed-tensors stores them.
+
+    \b
+    --activations   scale of inputs      text  accuracy  vLLM  kernel
+    token           per token, run time  no    good      yes   W8A8 + reduction
+    tensor          one, calibrated      yes   fair      yes   W8A8
+    tensor-asym     one + zero point     yes   fair      yes   W8A8 + zero point
+    channel         folded into weights  yes   good      yes   W8A8
+    tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
+    none            not quantized        no    best      no    W8A16, small batch
+
+    Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
+    With the cuda extra and a card from sm_80 on the kernels are our own; elsewhere references serve, no faster than dense.
+    Perplexity moved by +0.02 to +0.9 % on two small models, tensor-dynamic by up to +2.7 %; static ranges without smoothing fail where
+    channels are outliers: add --smooth auto. Measured figures: docs/int8.md.
+    """
+    chosen = None
+    if observer is not None:
+        chosen = tilepress.Observer(observer) if percentile is None else tilepress.Observer(observer, percentile)
+    if percentile is not None and observer != "percentile":
+        raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
+    recipe, text = (tilepress.Quantize(weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored), None)
+    if recipe.needs_text or dataset is not None:
+        text = reading(dataset, nsamples, seqlen, seed)
+    elif nsamples is not None or seqlen is not None:
+        raise UsageError(
+            f"--activations {activations} without --smooth reads no text, but --nsamples or --seqlen is given",
+            "add --dataset to measure output errors on it, or leave them out",
+        )
+    if make(model, output, recipe, text, how, Words("quantizing", _result_text)):
+        say_next(output, model, how)
+
+
+def _result_text(facts: dict) -> str:
+    return result_text(facts, "", _layers_text(facts), "")
+
+
+def _layers_text(facts: dict) -> str:
+    """Return the five worst layers, and what calibration saw and left alone."""
+    layers, calibration = facts["report"]["layers"], facts.get("calibration")
+    per_channel = facts["settings"]["activations"] == "channel"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4%}"
+
+    rows = [
+        [layer["name"], f"{layer['snr_db'] or 0:.1f} dB", share(layer["clip_share"]), share(layer["output_error"])]
+        for layer in layers[:5]
+    ]
+    title = f"  {len(layers)} linear weights in INT8; the worst:"
+    lines = [table(title, ["weight", "weight SNR", "inputs clipped", "output error"], rows)]
+    if calibration is None:
+        lines.append("\n  output errors were not measured: no --dataset")
+        return "\n".join(lines)
+    lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
+    smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
+    alone = [item for item in calibration["inputs"] if "left_alone" in item]
+    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")
+    if smoothed:
+        lines.append(
+            f"  {done} {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"
+        )
+    for reason in sorted({item["left_alone"] for item in alone}):
+        names = [item["weights"][0] for item in alone if item["left_alone"] == reason]
+        lines.append(f"  {not_done} {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""`tilepress eval speed`: what a decode loop takes, and where the time goes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Seed, Trust, parse_batches, parse_dtype
+from tilepress.cli.terminal import cell, check_writable, quiet_libraries, say, show, table
+
+EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
+_KERNELS_SHOWN = 6
+
+
+def speed(
+    model: Model,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Time this model in the same run.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="LIST", help="Sequences at a time; fit: as many as the card holds.")
+    ] = "1,16",
+    context: Annotated[int, typer.Option(help="Tokens of each sequence before the timed ones.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
+    runs: Annotated[int, typer.Option(help="How often, for the spread.")] = 5,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are prefilled at once.")] = 2048,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
+
+    A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
+    torchrun --nproc-per-node 2 -m tilepress eval speed …
+    """
+    from tilepress.bench.speed import Protocol, Subject, speed as measure
+    from tilepress.device import find_device
+    from tilepress.formats.checkpoint import open_model
+    from tilepress.runtime import loader
+    from tilepress.runtime.parallel.group import TensorParallel
+
+    quiet_libraries()
+    protocol = Protocol(tuple(parse_batches(batch)), context, new_tokens, runs, chunk, seed)
+    device, kind, path = find_device(device), parse_dtype(dtype) or "auto", str(open_model(model, revision).path)
+    group = TensorParallel.start(device)
+
+    def load(path: str, kv: bool):
+        return loader.load(path, device, kind, trust_remote_code, kv=kv, group=group)
+
+    subject = Subject(model, lambda: load(path, True))
+    other = None if base is None else Subject(base, lambda: load(base, False))
+    is_first = group is None or group.rank == 0
+    if is_first:
+        check_writable(output)
+    found = measure(subject, other, protocol, say if is_first and not quiet else lambda at: None, group)
+    if group is not None:
+        group.close()
+    if is_first:
+        show(found, output, speed_text, json_)
+
+
+def speed_text(found: dict) -> str:
+    """Return a row for each model and batch, then what ran and where a step's time went."""
+    protocol, env = found["protocol"], found["env"]
+    where = env["card"] or f"{env['threads']} threads of a CPU"
+    gpus = max(row["gpus"] for row in found["rows"])
+    where = where if gpus == 1 else f"{gpus} x {where} (memory of one)"
+    title = f"{where}, torch {env['torch']}: context {protocol['context']}, {protocol['new_tokens']} steps, {protocol['runs']} runs (± half of their spread)"
+    head = ["model", "batch", "weights GiB", "KV GiB", "peak GiB", "first token ms", "per token ms"]
+    head += ["tokens/s", "per GPU-second", "of read bandwidth", "speed-up"]
+    rows, notes = [], []
+    for row in found["rows"]:
+        name = row["model"] + (" (base)" if row["is_base"] else "")
+        if not row["fits"]:
+            rows.append([name, str(row["asked"]), "does not fit", *[""] * (len(head) - 3)])
+            continue
+        rows.append(
+            [
+                name,
+                str(row["batch"]),
+                f"{row['weights_gib']:.3f}",
+                *(cell(row[part], ".3f") for part in ("kv_gib", "peak_gib")),
+                *(_with_spread(row, part, ".2f") for part in ("ttft_ms", "tpot_ms")),
+                *(_with_spread(row, part, ".1f") for part in ("tokens_per_s", "tokens_per_gpu_s")),
+                cell(row["share_of_read"], ".0%"),
+                _with_spread(row, "speedup", ".2f") if "speedup" in row else "",
+            ]
+        )
+        ran = "; ".join(f"{count} x {path}" for path, count in row["paths"].items())
+        notes.append(f"  {name}, batch {row['batch']}: cache {row['cache']}; ran {ran}")
+        longest = [f"{part['share']:.0%} {part['kernel'][:60]}" for part in row["step"][:_KERNELS_SHOWN]]
+        notes.append(f"    of a step's time: {', '.join(longest)}")
+    return table(title, head, rows) + f"\n\n  {protocol['filled']}\n" + "\n".join(notes)
+
+
+def _with_spread(row: dict, name: str, form: str) -> str:
+    return f"{row[name]:{form}} ± {row[f'{name}_spread'] / 2:.1%}"

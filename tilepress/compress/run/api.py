@@ -1,0 +1,279 @@
+"""A run, put together in one place: find the targets, check them, plan, write the shards, finish.
+
+`compress` does it all; `plan` stops before anything is written and returns a `Run`, which `Run.start` carries out. The command line, the
+sweep, the demo and Python programs come in here.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from tilepress.compress.run.finish import GENERAL, finish, history
+from tilepress.compress.run.output import open_output
+from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
+from tilepress.compress.run.shards import run_parallel, run_shards
+from tilepress.compress.run.stages import add
+from tilepress.device import find_device
+from tilepress.formats import UsageError
+from tilepress.formats.artifact import WORK_FOLDER, sha256_file
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
+from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
+from tilepress.text import Text
+
+Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run made; sizes are bytes of stored weights, counts are elements of the compressed ones."""
+
+    output: Path
+    source_bytes: int
+    bytes: int
+    targets: int  # weights that were compressed
+    elements: int
+    nonzeros: int
+    left_alone: dict[str, str]  # name of a weight: why it is as it was
+    details: dict  # what the manifest says of the recipe: its settings, and what it measured
+    warnings: tuple[str, ...]
+    seconds: float
+    stages: dict[str, float]  # seconds of reading, computing, packing and writing; empty for what was complete
+    was_complete: bool = False  # found finished by `resume`
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of zeros of the compressed weights; None where there are none."""
+        return 1 - self.nonzeros / self.elements if self.elements else None
+
+    def to_json(self) -> dict:
+        """Return what the command prints with `--json`, as a dictionary of plain values."""
+        return {
+            "output": str(self.output),
+            **{name: getattr(self, name) for name in ("source_bytes", "bytes", "targets", "elements", "nonzeros")},
+            "sparsity": self.sparsity,
+            "left_alone": self.left_alone,
+            **self.details,
+            "seconds": round(self.seconds, 2),
+            "stages": {f"{name}_s": round(seconds, 2) for name, seconds in self.stages.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is planned and not started."""
+
+    plan: Plan
+
+    @property
+    def warnings(self) -> list[str]:
+        """What speaks against the recipe's settings."""
+        return self.plan.recipe.warnings()
+
+    def to_json(self) -> dict:
+        """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it."""
+        return self.plan.to_json()
+
+    def start(
+        self,
+        device: str = "auto",
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        workers: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        progress: Report | None = None,
+    ) -> Outcome | None:
+        """Carry the run out, as `compress` describes it."""
+        plan, recipe, device = self.plan, self.plan.recipe, find_device(device)
+        if workers < 1 or not 0 <= rank < world_size:
+            raise UsageError(
+                f"{workers} workers as rank {rank} of {world_size} cannot be", "ranks count from 0, workers from 1"
+            )
+        if recipe.alone and world_size > 1:
+            raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        started, stages = time.monotonic(), {}
+        opened = open_output(plan, resume, overwrite, joining=world_size > 1)
+        if opened:
+            step = _counted(progress, recipe.work_units(plan, rank, world_size))
+            share = rank, world_size, device, step
+            stages = run_parallel(plan, workers, *share) if workers > 1 else run_shards(plan, *share)
+            if finish(plan) is None:
+                return None
+        return _outcome(
+            plan.output,
+            recipe,
+            plan.source_bytes,
+            left_behind=(plan.source / KV_FOLDER).exists(),
+            seconds=time.monotonic() - started,
+            stages=stages,
+            was_complete=not opened,
+        )
+
+
+def compress(
+    model: str | Path,
+    output: str | Path,
+    recipe: Recipe | Sequence[Recipe],
+    *,
+    dataset: str | Path | Text | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    workers: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    progress: Report | None = None,
+) -> Outcome | None:
+    """Compress a language model into an artifact: `tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5))`.
+
+    model       folder or hub id: a dense checkpoint or an artifact; `revision` is a branch, tag or commit of a hub id
+    output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
+    recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
+    dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2
+    device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
+    workers     local processes that write shards
+    rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
+    progress    called with what is at hand, the units of work that are done, and those in all
+
+    Of several recipes the steps before the last are written beside the output, in `OUTPUT.steps`, and removed at the end; `resume` goes on with
+    the step that was stopped. The artifact is the one that a call for each recipe would make; every step knows the model by its first name.
+
+    Returns the Outcome, or None where other ranks have not done their part: the last one finishes.
+    Raises UsageError for a request that makes no sense (settings, folders, models that cannot be compressed so), before anything is written;
+    TilepressError for damaged checkpoints, non-finite weights and full disks. What is done by then stays for `resume`.
+    """
+    recipes = [recipe] if isinstance(recipe, Recipe) else list(recipe)
+    if not recipes or not all(isinstance(each, Recipe) for each in recipes):
+        raise UsageError(f"{recipe!r} is no recipe", "give Prune, Quantize, KVCache, Recover or Convert, or a list")
+    how = {"workers": workers, "rank": rank, "world_size": world_size}
+    if len(recipes) == 1:
+        run = plan(model, output, recipes[0], dataset=dataset, trust_remote_code=trust_remote_code, revision=revision)
+        return run.start(device, resume=resume, overwrite=overwrite, progress=progress, **how)
+    if world_size > 1:
+        raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
+    how |= {"device": device, "resume": resume, "overwrite": overwrite}
+    return _stack(open_model(model, revision), Path(output), recipes, dataset, trust_remote_code, how, progress)
+
+
+def plan(
+    model: str | Path,
+    output: str | Path,
+    recipe: Recipe,
+    *,
+    dataset: str | Path | Text | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Run:
+    """Plan what `compress` does with the same arguments, from headers alone, and write nothing. Raises UsageError as `compress` does."""
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{recipe!r} is no recipe", "a plan takes one: Prune, Quantize, KVCache, Recover or Convert")
+    if dataset is not None and recipe.refuses_text:
+        raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
+    checkpoint = open_model(model, revision)
+    text = text_for(recipe, dataset, checkpoint)
+    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), Path(output), recipe))
+
+
+def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint) -> Text | None:
+    """Return the text that a recipe gets, its windows fitted to the model; None for one that reads none."""
+    if recipe.refuses_text or (dataset is None and not recipe.needs_text):
+        return None
+    text = Text() if dataset is None else dataset if isinstance(dataset, Text) else Text(str(dataset))
+    return text.fitted(checkpoint.text_config)
+
+
+def _counted(progress: Report | None, total: int) -> Callable[[str, int], None]:
+    """Return a callback that takes the work done since its last call, and tells `progress` the sum."""
+    done = 0
+
+    def step(what: str, amount: int) -> None:
+        nonlocal done
+        done += amount
+        if progress is not None:
+            progress(what, done, total)
+
+    return step
+
+
+def _outcome(output: Path, recipe: Recipe, source_bytes: int, *, left_behind: bool = False, **facts) -> Outcome:
+    """Read what came out from the finished artifact; `left_behind` is a calibrated cache that the source had."""
+    manifest = read_manifest(output)
+    left = {item["name"]: item["reason"] for item in manifest["left_alone"]}
+    targets = [] if recipe.links else [tensor for tensor in manifest["tensors"] if tensor["name"] not in left]
+    details = {key: value for key, value in manifest.items() if key not in GENERAL}
+    warnings = [w for part in details.values() if isinstance(part, dict) for w in part.get("warnings", ())]
+    if left_behind and not recipe.links:
+        warnings.append("kv_cache/ was not taken over: it belongs to the weights as they were; run `compress kv` again")
+    return Outcome(
+        output,
+        source_bytes,
+        sum(tensor["bytes"] for tensor in manifest["tensors"]),
+        len(targets),
+        sum(prod(tensor["shape"]) for tensor in targets),
+        sum(tensor["nonzeros"] for tensor in targets),
+        left,
+        details,
+        tuple(warnings),
+        **facts,
+    )
+
+
+def _stack(
+    model: Checkpoint, output: Path, recipes: list[Recipe], dataset, trust: bool, how: dict, progress: Report | None
+) -> Outcome:
+    """Apply recipes one after the other, each to what the one before made."""
+    steps = output.with_name(f"{output.name}.steps")
+    recipes = [recipe.after(model).settled() for recipe in recipes]
+    texts = [text_for(recipe, dataset, model) for recipe in recipes]
+    if dataset is not None and not any(texts):
+        raise UsageError("none of the recipes reads text, but a dataset is given", "leave it out")
+    if output.exists() and any(output.iterdir()) and not (how["resume"] or how["overwrite"]):
+        hint = "take a finished artifact or go on with --resume, replace it with --overwrite, or choose another -o DIR"
+        raise UsageError(f"{output} exists and is not empty", hint)
+    started, source_bytes = time.monotonic(), sum(entry.nbytes for entry in model.tensors.values())
+    if steps.exists() and not all(map(_is_step, steps.iterdir())):
+        raise UsageError(f"{steps} holds files that are not of this run's steps", "move them away")
+    if how["resume"] and _is_made_by(output, model, recipes, texts):
+        shutil.rmtree(steps, ignore_errors=True)
+        seconds = time.monotonic() - started
+        return _outcome(output, recipes[-1], source_bytes, seconds=seconds, stages={}, was_complete=True)
+    source, stages, warnings = model, {}, []
+    for number, (recipe, text) in enumerate(zip(recipes, texts, strict=True), 1):
+        folder = output if number == len(recipes) else steps / f"{number}-{recipe.command.split()[-1]}"
+        run = Run(make_plan(Inputs(source, text, trust), folder, recipe))
+
+        def report(what: str, done: int, total: int, at: str = f"step {number} of {len(recipes)}") -> None:
+            if progress is not None:
+                progress(f"{at}: {what}", done, total)
+
+        made = run.start(progress=report, **how)
+        add(stages, made.stages)
+        warnings += made.warnings
+        source = Checkpoint(folder, name=model.name)
+    shutil.rmtree(steps, ignore_errors=True)
+    warned, seconds = tuple(dict.fromkeys(warnings)), time.monotonic() - started
+    return replace(made, source_bytes=source_bytes, warnings=warned, seconds=seconds, stages=stages)
+
+
+def _is_step(folder: Path) -> bool:
+    """Return whether a folder holds an artifact of ours, finished or not, or nothing."""
+    marks = (WORK_FOLDER, MANIFEST_NAME)
+    return folder.is_dir() and (not any(folder.iterdir()) or any((folder / mark).exists() for mark in marks))
+
+
+def _is_made_by(output: Path, model: Checkpoint, recipes: list[Recipe], texts: list[Text | None]) -> bool:
+    """Return whether a folder holds the finished artifact of these very recipes and files of the model."""
+    if not (output / MANIFEST_NAME).exists():
+        return False
+    wanted = [(recipe.command, recipe.settings(text)) for recipe, text in zip(recipes, texts, strict=True)]
+    steps = history(read_manifest(output))[: len(wanted)]
+    if [(step["command"], step["settings"]) for step in reversed(steps)] != wanted:
+        return False
+    files = {file["name"]: file["sha256"] for file in steps[-1]["source"]["files"]}
+    return files == {name: sha256_file(model.path / name) for name in files if (model.path / name).exists()}

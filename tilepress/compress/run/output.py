@@ -1,0 +1,125 @@
+"""The folder that a run writes: what may stand in it before, and making it ready."""
+
+import shutil
+from pathlib import Path
+
+from tilepress.compress.run.plan import Plan
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_json, read_manifest
+
+_SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
+
+
+def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:
+    """Make the output folder ready; return False if the artifact is already complete.
+
+    An unfinished run of the same plan goes on only with `resume` (or when `joining`, as one of several ranks). Raises UsageError
+    where something is in the way, and TilepressError where the disk has too little room.
+    """
+    out, source = plan.output.resolve(), plan.source.resolve()
+    if out == source or out in source.parents:
+        raise UsageError(f"the output {plan.output} is or holds the input {plan.source}", "choose another with -o DIR")
+    if overwrite and (resume or joining):
+        raise UsageError(
+            f"--overwrite cannot go with {'--resume' if resume else 'several ranks: each would remove what the others wrote'}",
+            "run it alone first, or remove the folder" if joining else "choose one of them",
+        )
+    if (plan.output.is_symlink() and not plan.output.exists()) or (plan.output.exists() and not plan.output.is_dir()):
+        raise UsageError(f"{plan.output} is no folder", "choose another with -o DIR")
+    occupied = plan.output.exists() and any(plan.output.iterdir())
+    if occupied and not overwrite:
+        state = _what_is_there(plan)
+        if state == "finished" and (resume or joining):
+            _check_sources(plan)
+            shutil.rmtree(plan.work, ignore_errors=True)
+            return False
+        if state != "fresh" and not (state == "started" and (resume or joining)):
+            _refuse(plan, state, resume)
+    own = _own_files(plan.output) if occupied else []
+    parent = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
+    needed = plan.expected_bytes + plan.scratch_bytes + _SPARE_BYTES
+    needed -= sum(path.stat().st_size for path in own if path.is_file())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise TilepressError(
+            f"{needed / 1e9:.2f} GB are needed in {parent}, {free / 1e9:.2f} GB are free",
+            "free some space or choose another -o DIR",
+        )
+    if occupied and overwrite:
+        _clear(plan.output, own)
+    with disk_errors(plan.work):
+        plan.work.mkdir(parents=True, exist_ok=True)
+    facts = {"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.settings}
+    write_atomic(plan.work / "plan.json", to_json(facts), plan.work)
+    return True
+
+
+def _what_is_there(plan: Plan) -> str:
+    """`finished` or `started` for this plan, `fresh` if nothing counts yet, else `artifact`, `run` or `files` of something else."""
+    out = plan.output
+    if (out / MANIFEST_NAME).exists():
+        found = _fingerprint(out / MANIFEST_NAME)
+        return "finished" if found == plan.fingerprint else "artifact"
+    if (plan.work / "plan.json").exists():
+        if [path.name for path in plan.work.iterdir()] == ["plan.json"]:
+            return "fresh"  # it failed before anything was done
+        return "started" if _fingerprint(plan.work / "plan.json") == plan.fingerprint else "run"
+    # Killed before the plan was there, or another rank is about to write it.
+    return "fresh" if [path.name for path in out.iterdir()] == [WORK_FOLDER] else "files"
+
+
+def _fingerprint(path: Path) -> str | None:
+    try:
+        return read_json(path).get("fingerprint")
+    except TilepressError:
+        return None
+
+
+def _refuse(plan: Plan, state: str, resume: bool) -> None:
+    if resume:
+        raise UsageError(
+            f"{plan.output} holds another run: other settings, another source, or none of ours",
+            "use the same command as before, or --overwrite",
+        )
+    what = {"finished": "a finished artifact", "artifact": "a finished artifact", "files": "files"}.get(
+        state, "an unfinished run"
+    )
+    ways = {"files": "", "finished": "take it with --resume, replace it with --overwrite, or "}
+    ways["started"] = "continue it with --resume, replace it with --overwrite, or "
+    hint = ways.get(state, "replace it with --overwrite, or ") + "choose another -o DIR"
+    raise UsageError(f"{plan.output} exists and holds {what}", hint)
+
+
+def _check_sources(plan: Plan) -> None:
+    """A finished artifact is this plan's only if it was made from these very files."""
+    declared = {file["name"]: file["sha256"] for file in read_manifest(plan.output)["source"]["files"]}
+    for shard in plan.shards:
+        if declared.get(shard.source) != sha256_file(plan.source / shard.source):
+            raise UsageError(
+                f"{plan.output} is complete, but {shard.source} has changed since", "make it again with --overwrite"
+            )
+
+
+def _own_files(out: Path) -> list[Path]:
+    """What tilepress wrote into a folder: what a manifest lists, or the parts of an unfinished run."""
+    if (out / MANIFEST_NAME).exists():
+        try:
+            names = [file["name"] for file in read_manifest(out)["files"]]
+        except TilepressError:
+            names = []
+        return [out / name for name in (*names, "config.json", INDEX_NAME, MANIFEST_NAME)]
+    if (out / WORK_FOLDER).exists():
+        return [*out.glob("model-*-of-*.safetensors"), out / "config.json", out / INDEX_NAME]
+    raise UsageError(
+        f"{out} was not written by tilepress, so --overwrite leaves it alone",
+        "remove it yourself or choose another -o DIR",
+    )
+
+
+def _clear(out: Path, own: list[Path]) -> None:
+    with disk_errors(out):
+        (out / "config.json").unlink(missing_ok=True)  # from here on nothing loads it
+        for path in own:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
