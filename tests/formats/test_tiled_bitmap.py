@@ -644,3 +644,18 @@ def test_packing_what_is_not_stored_is_refused(group, scale):
         pack(torch.ones(4, 4, dtype=torch.int8), 1, None if scale is None else scale[:3])
     with pytest.raises(TilepressError):
         pack(torch.ones(0, 4).bfloat16())
+
+
+def test_the_card_decides_about_pairs():
+    """Fewer bytes where no card is named, pairs where the named one was faster with them; of codes pairs but on cards with less bandwidth."""
+    bf16, codes = torch.bfloat16, torch.int8
+    assert [tiled_bitmap.best_group(d, bf16) for d in (0.5, 0.2, 0.15)] == [1, 1, 2]
+    assert [tiled_bitmap.best_group(d, bf16, "h200") for d in (0.3, 0.2)] == [1, 2]
+    assert [tiled_bitmap.best_group(0.5, codes, card) for card in ("any", "h200", "h100")] == [2, 2, 1]
+    assert tiled_bitmap.best_group(1.0, codes) == 2 and tiled_bitmap.best_group(0.3, codes, "h100") == 2
+    names = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+    assert list(map(tiled_bitmap.card_named, names)) == ["h100", "h200", "any"]
+    weight = random_weight(256, 256, 0.2, bf16)
+    packed = {card: tiled_bitmap.pack(weight, tiled_bitmap.best_group(0.2, bf16, card)) for card in ("any", "h200")}
+    assert packed["any"].words.nbytes < 0.8 * packed["h200"].words.nbytes
+    assert all(torch.equal(tiled_bitmap.unpack(p), weight) for p in packed.values())

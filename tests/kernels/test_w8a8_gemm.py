@@ -222,7 +222,7 @@ def test_what_is_known_of_a_weight(monkeypatch):
 def test_w8a16_against_float64(m, dtype, device, monkeypatch):
     if "mma" in device:
         device = "cuda"
-        monkeypatch.setattr(w8a16_gemm, "_is_hopper", lambda _: False)
+        monkeypatch.setattr(w8a16_gemm, "_uses_wgmma", lambda _: False)
     for n, k, per_channel, bias in (
         (24, 40, True, True),
         (130, 144, True, False),

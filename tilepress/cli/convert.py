@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Model, Output, Writing, takes
+from tilepress.cli.flags import Card, Model, Output, Writing, takes
 from tilepress.cli.making import Words, make, result_text, zeros_text
 
 EXAMPLE = "tilepress convert pruned -o dense --to dense"
@@ -21,6 +21,7 @@ def convert(
             metavar="dense|auto|tiled-bitmap|tiled-csl", help="Layout of the weights in DIR.", show_default=False
         ),
     ],
+    card: Card = "any",
     *,
     how: Writing,
 ) -> None:
@@ -30,7 +31,7 @@ def convert(
     dtype. The sparse layouts pack a model that another tool pruned, or one in another of them, without changing a value; but a bitmap's INT8
     values become code times scale in Tiled-CSL, and stay as they are with `--to auto`.
     """
-    make(model, output, tilepress.Convert(to, how.ignored), None, how, Words("converting", _result_text))
+    make(model, output, tilepress.Convert(to, how.ignored, card), None, how, Words("converting", _result_text))
 
 
 def _result_text(facts: dict) -> str:

@@ -63,6 +63,9 @@ Seqlen = Annotated[
     typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+Card = Annotated[
+    str, typer.Option(metavar="any|h100|h200", help="The card that will run it: decides how bitmaps group their bits.")
+]
 Blocks = Annotated[
     bool, typer.Option("--blocks", help="Recover one decoder layer after the other: in the memory of one.")
 ]

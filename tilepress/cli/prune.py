@@ -10,6 +10,7 @@ import tilepress
 from tilepress.cli import recover as recovering
 from tilepress.cli.flags import (
     Blocks,
+    Card,
     Dataset,
     Model,
     Output,
@@ -68,6 +69,7 @@ def prune(
     value_dtype: Annotated[
         str, typer.Option(metavar="auto|int8", help="Of what is left: as it is, or INT8 with a scale for each output.")
     ] = "auto",
+    card: Card = "any",
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
@@ -109,7 +111,7 @@ def prune(
     if len(sparsities) > 1 and not sweep:
         raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
     recipe = tilepress.Prune(
-        sparsities[0], scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping
+        sparsities[0], scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card
     )
     text = None
     if recipe.needs_text or recover:

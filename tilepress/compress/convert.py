@@ -15,6 +15,7 @@ from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, ch
 from tilepress.formats import UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
+from tilepress.formats.tiled_bitmap import PAIRS_BELOW
 from tilepress.text import Text
 
 
@@ -24,12 +25,15 @@ class Convert(Recipe):
 
     to: str  # auto | tiled-csl | tiled-bitmap | dense
     ignore: tuple[str, ...] = ("lm_head",)
+    card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
 
     command = "convert"
 
     def __post_init__(self):
         if self.to not in (known := format_names()):
             raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(known)}")
+        if self.card not in PAIRS_BELOW:
+            raise UsageError(f"--card {self.card} is unknown", f"choose one of {', '.join(PAIRS_BELOW)}")
         check_patterns(self.ignore)
 
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
@@ -51,10 +55,11 @@ class Convert(Recipe):
         return targets, left
 
     def settings(self, text: Text | None) -> dict:
-        return {"to": self.to} | ({"ignore": list(self.ignore)} if layout_for(self.to).packed else {})
+        chosen = {"to": self.to} | ({"ignore": list(self.ignore)} if layout_for(self.to).packed else {})
+        return chosen | ({} if self.card == "any" else {"card": self.card})
 
     def layout(self, target: Target) -> Layout:
-        return layout_for(self.to)
+        return layout_for(self.to, card=self.card)
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         if layout_for(self.to).packed:

@@ -69,6 +69,10 @@ class Layout:
         """Return the layout that stores int8 codes with scales per `channel` or `tensor`, or None if there is none."""
         return None
 
+    def for_card(self, card: str) -> "Layout":
+        """Return the layout as it serves one kind of card best, for layouts that have such a choice."""
+        return self
+
     def stored_names(self, name: str) -> list[str]:
         """Return the names of the tensors that `encode` stores."""
         return [name + suffix for suffix in self.suffixes]

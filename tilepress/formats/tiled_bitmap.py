@@ -152,18 +152,32 @@ def largest_tile(group: int, dtype: torch.dtype) -> int:
     return header_bytes(group) + TILE_ROWS * TILE_COLS * dtype.itemsize
 
 
-def best_group(density: float, dtype: torch.dtype) -> int:
-    """The faster one, measured in docs/kernels/tiled_bitmap_spmm.md: pairs take half of the reads and more bytes."""
-    return 2 if dtype == torch.int8 or density < 0.22 else 1
+PAIRS_BELOW = {  # the share of non-zeros below which pairs are faster: of 16-bit values, of INT8 codes
+    "any": (0.17, 1.0),  # where they are no slower on any card that was measured: otherwise fewer bytes decide
+    "h100": (0.17, 0.45),
+    "h200": (0.24, 1.0),
+}
+
+
+def best_group(density: float, dtype: torch.dtype, card: str = "any") -> int:
+    """Return the group for a card of PAIRS_BELOW. Pairs take half of the reads and instructions, and up to 1.5 times the bytes, which cost more
+    on a card with less bandwidth: docs/kernels/tiled_bitmap_spmm.md has the measurements."""
+    return 2 if density <= PAIRS_BELOW[card][dtype == torch.int8] else 1
+
+
+def card_named(name: str) -> str:
+    """Return the key of PAIRS_BELOW for a device's name, such as "NVIDIA H100 80GB HBM3"."""
+    return next((card for card in PAIRS_BELOW if card.upper() in name.split()), "any")
 
 
 def pack(values: Tensor, group: int | None = None, scale: Tensor | None = None, name: str = "weight") -> TiledBitmap:
-    """Packs a bfloat16 or float16 weight [rows, cols], or int8 codes with their scale [rows], on its device; without a `group` the best one.
+    """Pack a bfloat16 or float16 weight [rows, cols], or int8 codes with their scale [rows]; without a `group` the best one where it lies.
 
     Raises TilepressError naming `name` for another dtype, a non-finite value or the code -128.
     """
     if group is None:
-        group = best_group(float((values != 0).sum()) / max(values.numel(), 1), values.dtype)
+        card = card_named(torch.cuda.get_device_name(values.device)) if values.is_cuda else "any"
+        group = best_group(float((values != 0).sum()) / max(values.numel(), 1), values.dtype, card)
     if (scale is None) == (values.dtype == torch.int8) or (scale is not None and scale.shape != values.shape[:1]):
         raise TilepressError(
             f"{name}: {dtype_name(values.dtype)} values with a scale of {None if scale is None else list(scale.shape)}"
@@ -404,6 +418,7 @@ class TiledBitmapLayout(TiledLayout):
     """Words, offsets and layout under NAME, NAME_offsets and NAME_bitmap; of int8 codes also their scales, NAME_scale."""
 
     scales: str | None = None  # store int8 codes with scales per channel | tensor, else the values
+    card: str = "any"  # one of PAIRS_BELOW: the card that will run it
 
     name, title, module = "tiled-bitmap", "tiled bitmaps", sys.modules[__name__]
     suffixes, optional_suffixes, described_by = ("", "_offsets", "_bitmap"), ("_scale",), "_bitmap"
@@ -415,7 +430,10 @@ class TiledBitmapLayout(TiledLayout):
         return f"{name}_scale" in parts
 
     def of_codes(self, per: str) -> "TiledBitmapLayout":
-        return TiledBitmapLayout(per)
+        return replace(self, scales=per)
+
+    def for_card(self, card: str) -> "TiledBitmapLayout":
+        return replace(self, card=card)
 
     def stored_names(self, name: str) -> list[str]:
         return super().stored_names(name) + ([f"{name}_scale"] if self.scales else [])
@@ -423,7 +441,7 @@ class TiledBitmapLayout(TiledLayout):
     def expected_bytes(self, form: Form, density: float) -> int:
         tiles = num_tiles(form.rows, form.cols)
         values = torch.int8 if self.scales else form.dtype
-        group = best_group(density, values)
+        group = best_group(density, values, self.card)
         stored = 1 - (1 - density) ** group  # of the groups
         lines = 1.04 * stored * form.elements * values.itemsize + 64 * tiles
         scales = form.rows * form.dtype.itemsize if self.scales else 0
@@ -439,7 +457,7 @@ class TiledBitmapLayout(TiledLayout):
         stored = nonzeros(values)
         if "zeros" in record:  # some that are left became the code 0
             record = record | {"zeros": values.numel() - stored}
-        group = best_group(stored / values.numel(), values.dtype)
+        group = best_group(stored / values.numel(), values.dtype, self.card)
         shape = form.rows, form.cols, values.dtype, group, scale, form.transposed
         return pack_stripes(values, group, name), lambda offsets: TiledBitmap(offsets[:0], offsets, *shape), record
 

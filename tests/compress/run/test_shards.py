@@ -40,9 +40,7 @@ def test_stopped_after_any_step_then_resumed_gives_the_same_bytes(checkpoint_of,
     assert stop_anywhere_and_resume(recipe, checkpoint_of("llama"), tmp_path, monkeypatch, nothing_loads) > 8
 
 
-@pytest.mark.parametrize(
-    "recipe", [Prune(0.6), Prune(0.6, "global"), Quantize()], ids=["auto", "global", "int8"]
-)
+@pytest.mark.parametrize("recipe", [Prune(0.6), Prune(0.6, "global"), Quantize()], ids=["auto", "global", "int8"])
 def test_each_weight_is_transformed_once(checkpoint_of, tmp_path, monkeypatch, recipe):
     asked, real = [], type(recipe).transform
 

@@ -1,5 +1,6 @@
 """The sparse layouts through every command: pruned, quantized, converted, verified, inspected, loaded."""
 
+import json
 import re
 import shutil
 
@@ -312,3 +313,16 @@ def test_a_run_that_points_outside_does_not_load(tiny, tmp_path):
     (tmp_path / "x" / "tilepress.json").unlink()
     with pytest.raises(Exception, match="points outside"):
         tilepress.load(tmp_path / "x")
+
+
+def test_bitmaps_for_a_card(tiny, tmp_path, cli):
+    """--card is part of the settings where it is given, and decides how the bits of each weight are grouped."""
+    for card, group in (("any", 1), ("h200", 2)):
+        words = () if card == "any" else ("--card", card)
+        ran = cli("compress", "prune", tiny, "-o", tmp_path / card, "--sparsity", "0.8", *words, "--json", "-q")
+        assert ran.code == 0, ran.err
+        manifest = json.loads((tmp_path / card / "tilepress.json").read_text())
+        assert {t["group"] for t in manifest["tensors"] if t["layout"] == "tiled-bitmap"} == {group}
+        assert manifest["settings"].get("card", "any") == card
+    refused = cli("convert", tmp_path / "any", "-o", tmp_path / "x", "--to", "tiled-bitmap", "--card", "b200")
+    assert refused.code == 2 and "--card b200 is unknown" in refused.err and "any, h100, h200" in refused.err

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from tilepress.compress.kv.attention import QUERIES, attention_shape
 from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
-from tilepress.compress.run.plan import OURS, Card, Inputs, Plan, Progress, Recipe
+from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint, read_json
@@ -109,11 +109,11 @@ class KVCache(Recipe):
         return kept | {"kv_cache": told(read_json(plan.work / FOLDER / FACTS_NAME))}
 
     @classmethod
-    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+    def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
         told = manifest.get("kv_cache")
         if told is None:  # weights have changed since: the calibration was left behind
-            return Card()
-        return Card(
+            return ModelCard()
+        return ModelCard(
             paragraphs=(
                 f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
                 f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "

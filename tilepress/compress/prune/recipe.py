@@ -22,12 +22,13 @@ from tilepress.compress.prune.layer_pruning import LayerPruner
 from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_threshold, prune, prune_rows
 from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING, Settings
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
-from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe, source_mtime
+from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe, source_mtime
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
+from tilepress.formats.tiled_bitmap import PAIRS_BELOW
 from tilepress.text import Text
 
 SCOPES = ("layer", "row", "global")
@@ -50,6 +51,7 @@ class Prune(Recipe):
     ignore: tuple[str, ...] = ("lm_head",)  # layers left dense: names, globs or re:REGEX
     allocation: str = "uniform"  # uniform | owl | auto: of methods that read text
     damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
+    card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
 
     command = "compress prune"
 
@@ -83,6 +85,7 @@ class Prune(Recipe):
             (self.format, format_names(), "format"),
             (self.value_dtype, VALUE_DTYPES, "value-dtype"),
             (self.allocation, ALLOCATIONS, "allocation"),
+            (self.card, PAIRS_BELOW, "card"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
@@ -111,6 +114,8 @@ class Prune(Recipe):
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
+        if self.card != "any":
+            chosen["card"] = self.card
         if self.calibrates:
             del chosen["scope"]
             chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(text)
@@ -121,7 +126,7 @@ class Prune(Recipe):
         return [found] if found else []
 
     def layout(self, target: Target) -> Layout:
-        return layout_for(self.format, "channel" if self.value_dtype == "int8" else None)
+        return layout_for(self.format, "channel" if self.value_dtype == "int8" else None, self.card)
 
     def expected_density(self, inputs: Inputs) -> float:
         return 1 - self.sparsity
@@ -241,7 +246,7 @@ class Prune(Recipe):
         return {"calibration": Found(plan.work).facts, "allocation": {"chosen": found.chosen} | found.facts}
 
     @classmethod
-    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+    def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
         """How the zeros were chosen, and what speaks against that unless they were trained around since."""
         number = next(i for i, step in enumerate(steps) if cls.made(step))
         method, sparsity = (steps[number]["settings"][key] for key in ("method", "sparsity"))
@@ -255,7 +260,7 @@ class Prune(Recipe):
         recovered = any(expectation.trained(step) for step in steps[: number + 1])
         if not recovered and (warned := expectation.warning(method, sparsity)):
             told.append(f"**Warning**: {warned}.")
-        return Card(paragraphs=tuple(told))
+        return ModelCard(paragraphs=tuple(told))
 
 
 def _sum(files: list[Path], wide: bool, prefix: int | None) -> Histogram:

@@ -17,7 +17,7 @@ from tilepress.compress.layers.walk import Found, wait_for_walk
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
-from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe
+from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
@@ -219,11 +219,11 @@ class Quantize(Recipe):
         return facts | {"report": report(tensors, facts.get("calibration"))}
 
     @classmethod
-    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+    def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
         if "report" not in manifest or all(record["layout"] != "int8" for record in manifest["tensors"]):
-            return Card()
+            return ModelCard()
         worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
-        return Card(paragraphs=(f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",))
+        return ModelCard(paragraphs=(f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",))
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""

@@ -34,7 +34,7 @@ from tilepress.compress.recover.settings import (
     memory_bytes,
 )
 from tilepress.compress.run.encode import Compressed, layout_for
-from tilepress.compress.run.plan import Card, Inputs, Plan, Progress, Recipe
+from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_value_dtypes, find_targets
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import sha256_file
@@ -180,19 +180,19 @@ class Recover(Settings, Recipe):
         return expectation.trained(step)
 
     @classmethod
-    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+    def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
         """What training brought, unless the model was pruned once more since."""
         rows = []
         if "recovery" in manifest:
             rows.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
         number = next((i for i, step in enumerate(steps) if "method" in step["settings"]), len(steps) - 1)
         if not any(map(cls.made, steps[: number + 1])):
-            return Card(tuple(rows))
+            return ModelCard(tuple(rows))
         method, sparsity = (steps[number]["settings"].get(key) for key in ("method", "sparsity"))
         by, known = (f" by {method} to {sparsity:.0%} zeros", expectation.recovered(sparsity)) if method else ("", None)
         told = f"What pruning{by} left was trained against the dense model, every zero held"
         warned = [f"**Warning**: {warning}." for warning in manifest.get("recovery", {}).get("warnings", [])]
-        return Card(tuple(rows), (f"{told}; {known}." if known else f"{told}.", *warned))
+        return ModelCard(tuple(rows), (f"{told}; {known}." if known else f"{told}.", *warned))
 
 
 def _brought(told: dict) -> str:

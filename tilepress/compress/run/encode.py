@@ -26,11 +26,14 @@ class AutoLayout(Layout):
     name = "auto"
     keeps_codes = True
 
-    def __init__(self, scales: str | None = None):
-        self.scales = scales  # of int8 codes: channel | tensor
+    def __init__(self, scales: str | None = None, card: str = "any"):
+        self.scales, self.card = scales, card  # of int8 codes: channel | tensor
 
     def of_codes(self, per: str) -> Layout:
-        return AutoLayout(per)
+        return AutoLayout(per, self.card)
+
+    def for_card(self, card: str) -> Layout:
+        return AutoLayout(self.scales, card)
 
     def stored_names(self, name: str) -> list[str]:
         return self._of(0.5).stored_names(name)
@@ -43,7 +46,7 @@ class AutoLayout(Layout):
         return self._of(density).encode(name, form, weight, record, beside, add)
 
     def _of(self, density: float) -> Layout:
-        known = layouts().values()
+        known = [layout.for_card(self.card) for layout in layouts().values()]
         if self.scales:  # whatever the values are
             return next(made for layout in known if (made := layout.of_codes(self.scales)) is not None)
         ranges = ((layout, layout.densities) for layout in known if layout.densities)
@@ -55,7 +58,8 @@ def format_names() -> tuple[str, ...]:
     return ("auto", *(name for name, layout in layouts().items() if layout.offered))
 
 
-def layout_for(name: str, scales: str | None = None) -> Layout | None:
-    """Return a layout by its name in `format_names`; of int8 values with `scales` per channel or tensor, None if it has none."""
-    layout = AutoLayout() if name == "auto" else layout_named(name)
+def layout_for(name: str, scales: str | None = None, card: str = "any") -> Layout | None:
+    """Return a layout by its name in `format_names`, for a card of PAIRS_BELOW; of int8 values with `scales` per channel or tensor, None if it has
+    none."""
+    layout = (AutoLayout() if name == "auto" else layout_named(name)).for_card(card)
     return layout if scales is None else layout.of_codes(scales)

@@ -47,7 +47,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelCard:
     """What a recipe adds to a model card: rows of the table, and paragraphs below it."""
 
     rows: tuple[str, ...] = ()
@@ -144,10 +144,10 @@ class Recipe:
         return step["command"] == cls.command
 
     @classmethod
-    def card(cls, manifest: dict, steps: list[dict]) -> Card:
+    def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
         """Return what a model card says of this recipe: `steps` are those that made the artifact, the newest first, each with
         `command` and `settings`; one of them at least is of this recipe."""
-        return Card()
+        return ModelCard()
 
     def extra_files(self, plan: "Plan") -> dict[str, bytes]:
         """Return further files of the artifact by name, once every shard is done."""
