@@ -27,8 +27,8 @@ def env(json_: Json = False) -> None:
     from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm, w8a8_gemm, w8a16_gemm
 
     here = torch.device("cuda" if found["cards"] else "cpu"), torch.bfloat16, torch.bfloat16
-    found["Tiled-CSL linears run on"] = tiled_csl_spmm.path(*here)
-    found["tiled bitmap linears run on"] = tiled_bitmap_spmm.path(*here)
+    found["Tiled-CSL linears run on"] = str(tiled_csl_spmm.path(*here))
+    found["tiled bitmap linears run on"] = str(tiled_bitmap_spmm.path(*here))
     found["INT8 linears run on"] = f"{w8a8_gemm.path(*here, 64, 64)}, {w8a16_gemm.path(*here, 64)}"
     print(
         json.dumps(found, indent=2)
