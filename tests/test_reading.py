@@ -1,4 +1,7 @@
-"""How files read: lines within 120 columns, and kernels that say what each pointer points to."""
+"""How files read: lines within 120 columns, and kernels that say what each pointer points to.
+
+Rows of Markdown tables, lines that begin with "|", may be longer: they cannot be broken.
+"""
 
 import re
 from pathlib import Path
@@ -12,6 +15,9 @@ FITTING = (
     "tilepress/kernels/*.cu",
     "tilepress/kernels/*.cuh",
     "docs/kernels/*.md",
+    "docs/*.md",
+    "README.md",
+    "CHANGELOG.md",
 )  # one pattern more for each that fits
 SOURCES = [source.file for sources in KERNELS.values() for source in sources]
 
@@ -20,7 +26,8 @@ SOURCES = [source.file for sources in KERNELS.values() for source in sources]
 def test_lines_fit_120_columns(pattern):
     files = sorted(ROOT.glob(pattern))
     lines = [(file, i, line) for file in files for i, line in enumerate(file.read_text().splitlines(), 1)]
-    assert files and [f"{file.relative_to(ROOT)}:{i}" for file, i, line in lines if len(line) > 120] == []
+    long = [(file, i) for file, i, line in lines if len(line) > 120 and not line.startswith("|")]
+    assert files and [f"{file.relative_to(ROOT)}:{i}" for file, i in long] == []
 
 
 @pytest.mark.parametrize("file", SOURCES)

@@ -6,12 +6,15 @@ import re
 import pytest
 import torch
 from support.artifacts import prune
+from support.cards import pretend
 from support.ranks import command
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tilepress
-from tilepress.bench.speed import GIB, Protocol, Subject, _refuse_references, speed, stored_bytes
+from tilepress.bench.speed import GIB, Protocol, Subject, _caches, _refuse_references, speed, stored_bytes
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.kernels import jit
 from tilepress.kernels.arch import Path
 from tilepress.runtime.loader import load
 
@@ -128,6 +131,25 @@ def test_a_card_times_no_reference():
         with pytest.raises(UsageError, match=re.escape("this card would run ") + f".*{re.escape(message)}"):
             _refuse_references(there, [path, "torch linear on cuda"], is_own)
     _refuse_references(there, [Path("tiled_csl_spmm", "cuda"), "torch linear on cuda"], False)
+
+
+@pytest.mark.parametrize(
+    "capability, head_dim, wanted",
+    [
+        ((9, 0), 64, ("bfloat16", "contiguous")),
+        ((9, 0), 32, ("contiguous",)),
+        ((9, 0), 40, ("contiguous",)),
+        ((8, 0), 64, ("contiguous",)),  # its pages would be read by a reference, which a card does not time
+    ],
+)
+def test_a_dense_model_is_timed_with_what_its_card_has_kernels_for(monkeypatch, capability, head_dim, wanted):
+    pretend(monkeypatch, capability)
+    monkeypatch.setattr(jit, "missing", lambda: None)
+    with torch.device("meta"):
+        config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=1, head_dim=head_dim)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    assert _caches(model, torch.device("cuda")) == wanted
+    assert _caches(model.float(), torch.device("cuda")) == ("contiguous",)
 
 
 def test_memory_that_tensors_share_counts_once(checkpoint_of):

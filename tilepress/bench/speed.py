@@ -23,7 +23,9 @@ from tilepress.bench.steps import PROFILED_STEPS, Case, OwnPass, pass_of
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels.arch import Path, references
+from tilepress.models.families import heads_of
 from tilepress.runtime.decode.batch import Batch
+from tilepress.runtime.decode.cache import pages_serve
 from tilepress.runtime.parallel.group import TensorParallel
 
 GIB = 1 << 30
@@ -189,11 +191,11 @@ def _row(subject, base, model, asked, protocol: Protocol, bandwidth: float | Non
 
 
 def _caches(model: nn.Module, device: torch.device) -> tuple[str, ...]:
+    """Return the caches to try: on a card only those whose attention runs no reference, unless the model has its own."""
     if getattr(model, "kv_state", None) is not None or device.type != "cuda":
         return ("auto",)
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ("bfloat16", "contiguous") if head_dim in (64, 128) and model.dtype == torch.bfloat16 else ("contiguous",)
+    paged = pages_serve(heads_of(model.config.get_text_config()).dim, model.dtype, device)
+    return ("bfloat16", "contiguous") if paged else ("contiguous",)
 
 
 def _fitting(model: nn.Module, cache: str, protocol: Protocol) -> int:

@@ -20,7 +20,7 @@ from tilepress.version import __version__
 GENERAL = (  # the manifest's keys that every artifact has; all others are the recipe's
     *("format_version", "tilepress", "command", "fingerprint", "versions", "source", "left_alone", "tensors", "files"),
 )
-CARDS = (Quantize, KVCache, Prune, Recover)  # the recipes that add to a model card, in that order
+IN_MODEL_CARD = (Quantize, KVCache, Prune, Recover)  # the recipes that add to a model card, in that order
 
 
 def finish(plan: Plan) -> dict | None:
@@ -111,7 +111,7 @@ def history(manifest: dict) -> list[dict]:
 def model_card(manifest: dict) -> str:
     """Return Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
     steps = history(manifest)
-    cards = [kind.model_card(manifest, steps) for kind in CARDS if any(map(kind.made, steps))]
+    cards = [kind.model_card(manifest, steps) for kind in IN_MODEL_CARD if any(map(kind.made, steps))]
     base = manifest["source"]["name"]
     packed = [t for t in manifest["tensors"] if layout_named(t["layout"]).sparse]
     int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]

@@ -180,7 +180,9 @@ def cache_for(
     calibration = state.calibration if state is not None and state.mode == "cache" else None
     if name == "calibrated" and calibration is None:
         raise UsageError("the model has no calibrated cache", "make one: `tilepress compress kv`")
-    if name == "bfloat16" or (name == "auto" and calibration is None and _pages_serve(decoder)):
+    if name == "bfloat16" or (
+        name == "auto" and calibration is None and pages_serve(decoder.head_dim, decoder.dtype, decoder.device)
+    ):
         calibration = uncalibrated(KVFormat(decoder.head_dim, 16), decoder.kv_heads, len(decoder.layers))
     if name == "contiguous" or calibration is None:
         size = len(decoder.layers), decoder.kv_heads, decoder.head_dim
@@ -188,9 +190,8 @@ def cache_for(
     return PagedSequences(calibration, decoder.device, sequences, max_len, num_pages)
 
 
-def _pages_serve(decoder: Decoder) -> bool:
-    """Whether pages of bfloat16 lose nothing, and on a card have a kernel."""
-    if decoder.dtype != torch.bfloat16 or decoder.head_dim % 32:
+def pages_serve(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether pages of bfloat16 lose nothing for a model of a dtype, and on a card have a kernel."""
+    if dtype != torch.bfloat16 or head_dim % 32:
         return False
-    form = KVFormat(decoder.head_dim, 16)
-    return decoder.device.type != "cuda" or decode_attention.why_not(decoder.device, form, decoder.dtype) is None
+    return device.type != "cuda" or decode_attention.why_not(device, KVFormat(head_dim, 16), dtype) is None

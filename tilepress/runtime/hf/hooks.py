@@ -1,6 +1,8 @@
-"""Every place where this package reaches into transformers: what it registers there, and the functions of transformers that it changes.
+"""Every place where the runtime reaches into transformers: what it registers there, and the functions of transformers that it changes.
 
-Nothing of tilepress is imported here. Each function gets what it puts in place, and says for which calls transformers behaves otherwise.
+Modules of one loaded model get other forwards by subclasses.py. Calibration of the attention cache registers an attention function of its own
+(compress/kv/attention.py). Nothing of tilepress is imported here. Each function gets what it puts in place, and says for which calls transformers
+behaves otherwise.
 """
 
 import inspect

@@ -1,12 +1,12 @@
-"""Which part of each layer is a rank's, and that part of a layer that is whole: in files (sharding.py) or in memory (demo/shapes.py). Numbers are taken as
-they are, nothing is packed or quantized again.
+"""Which part of each layer is a rank's, and that part of a layer that is whole: in files (sharding.py) or in memory (bench/shapes.py).
+Numbers are taken as they are, nothing is packed or quantized again.
 
     dense, INT8   rows or columns of the matrix; scales of rows with the rows, of tensors and inputs as they are
     sparse        tiles are stored row block by row block: rows of a layer are one range of words, columns one range in each row block
     KV cache      calibration of the rank's own KV heads; one that several ranks' query heads attend to is on each of them
 
-A part of a sparse layer that does not begin or end where tiles do takes all tiles that it touches (parallel.Trimmed): heads of 64 on an odd number, widths
-of less than a tile for each rank.
+A part of a sparse layer that does not begin or end where tiles do takes all tiles that it touches (`Trimmed` of
+group.py): heads of 64 on an odd number, widths of less than a tile for each rank.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint becomes a model: each layer's own ranges (runtime/partition.py) are read from the files, and nothing else of them.
+"""A rank's part of a checkpoint becomes a model: each layer's own ranges (partition.py) are read from the files, and nothing else of them.
 
 The model is transformers' own, with a rank's heads in its config: its forward pass and `generate` work too, on all ranks together.
 """
