@@ -285,3 +285,24 @@ def test_verify_names_what_is_wrong(tiny, tmp_path):
     shard.write_bytes(data)
     found = tilepress.verify(tmp_path / "out", reload=False)
     assert not found.passed and any("sha256" in finding for check in found.checks for finding in check.findings)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda model: tilepress.load(model, device="gpu"), "--device gpu"),
+        (lambda model: tilepress.load(model, device=None), "--device None"),
+        (lambda model: tilepress.load(model, dtype="bf16"), "the dtype 'bf16'"),
+        (lambda model: tilepress.load(model, dtype="int8"), "the dtype 'int8'"),
+        (lambda model: tilepress.load(model, dtype=3), "the dtype 3"),
+        (lambda model: tilepress.load(None), "'None' is neither"),
+        (lambda model: tilepress.perplexity(model, demo.TEXT, seqlen="64"), "Protocol(seqlen='64')"),
+        (lambda model: tilepress.perplexity(model, demo.TEXT, device="cpu", dtype="bf16"), "the dtype 'bf16'"),
+        (lambda model: tilepress.verify(None), "None is not a folder"),
+        (lambda model: tilepress.inspect(3), "'3' is neither"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told(tiny, call, message):
+    with pytest.raises(UsageError) as error:
+        call(tiny)
+    assert message in error.value.message and error.value.hint
