@@ -5,15 +5,17 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.artifacts import few_words
 from support.interruption import digest
 
 import tilepress
-from tilepress import KVCache, Prune, Quantize, Recover, Text, UsageError, demo
+from tilepress import Convert, KVCache, Observer, Prune, Quantize, Recover, Text, UsageError, demo
 from tilepress.text import CALIBRATION
 
 TEXT = few_words(4, 64)
@@ -141,6 +143,30 @@ def test_a_foreign_folder_beside_the_output_stays(tiny, tmp_path):
     assert (tmp_path / "out.steps" / "thesis.txt").exists()
 
 
+def test_a_stack_leaves_its_model_alone(checkpoint_of, tmp_path):
+    """Not even `overwrite` replaces what the steps read, nor do they stand around it."""
+    made, steps = tmp_path / "made", tmp_path / "made.steps" / "1-prune"
+    for folder in (made, steps):
+        tilepress.compress(checkpoint_of("llama"), folder, Prune(0.5), device=torch.device("cpu"))
+    before = digest(tmp_path)
+    for model, output in ((made, made), (made, tmp_path), (made, f"{made}/../made"), (steps, made)):
+        with pytest.raises(UsageError, match="is or holds the input"):
+            tilepress.compress(model, output, [Prune(0.6), Prune(0.7)], device="cpu", overwrite=True)
+    assert digest(tmp_path) == before and not tmp_path.with_name(f"{tmp_path.name}.steps").exists()
+
+
+@pytest.mark.parametrize("recipe", [Prune(0.5), [Prune(0.5), Prune(0.6)]], ids=["one", "stack"])
+def test_outputs_that_are_no_folders(tiny, tmp_path, recipe, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    for output in (None, 3, b"out", tmp_path / "file"):
+        with pytest.raises(UsageError, match="is no folder"):
+            tilepress.compress(tiny, output, recipe, device="cpu")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert tilepress.compress(tiny, ".", recipe, device="cpu").targets
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+
+
 def test_ranks_share_a_run(checkpoint_of, tmp_path):
     source, out = checkpoint_of("llama"), tmp_path / "out"
     assert len(list(source.glob("*.safetensors"))) > 1
@@ -173,6 +199,22 @@ def test_text_has_the_commands_defaults(checkpoint_of, tmp_path):
         (lambda: Recover(5, prune=Prune(0.5, value_dtype="int8")), "floating values"),
         (lambda: Text("x", nsamples=0), "--nsamples 0"),
         (lambda: Text("x", seqlen=3), "--seqlen 3"),
+        (lambda: Prune("0.5"), "Prune(sparsity='0.5')"),
+        (lambda: Prune(torch.tensor(0.5)), "Prune(sparsity="),
+        (lambda: Prune(0.5, ignore="lm_head"), "Prune(ignore='lm_head')"),
+        (lambda: Prune(0.5, ignore=[3]), "Prune(ignore="),
+        (lambda: Prune(0.5, dtype="bfloat16"), "Prune(dtype='bfloat16')"),
+        (lambda: Quantize(dtype=torch.int8), "Quantize(dtype=torch.int8)"),
+        (lambda: Quantize(activations="tensor", observer="mse"), "Quantize(observer='mse')"),
+        (lambda: KVCache(True), "KVCache(bits=True)"),
+        (lambda: KVCache(group_size="64"), "KVCache(group_size='64')"),
+        (lambda: Recover(2.5), "Recover(steps=2.5)"),
+        (lambda: Recover(2, blocks="no"), "Recover(blocks='no')"),
+        (lambda: Recover(2, prune=KVCache()), "Recover(prune=KVCache"),
+        (lambda: Recover(2, prune=Prune), "Recover(prune="),
+        (lambda: Convert(None), "Convert(to=None)"),
+        (lambda: Observer("percentile", "99.99"), "Observer(percentile='99.99')"),
+        (lambda: Text(None), "Text(dataset=None)"),
     ],
 )
 def test_recipes_are_checked_when_they_are_made(make, message):
@@ -181,11 +223,27 @@ def test_recipes_are_checked_when_they_are_made(make, message):
     assert message in error.value.message and error.value.hint
 
 
+def test_what_means_the_same_is_taken():
+    prune = Prune(np.float64(0.5), ignore=["lm_head"])
+    assert prune == Prune(0.5) and type(prune.sparsity) is float and hash(prune) == hash(Prune(0.5))
+    text = Text(Path("words.txt"), np.int64(4))
+    assert text == Text("words.txt", 4) and json.dumps(asdict(text))
+    assert json.dumps(Prune(0).settings(None)) == json.dumps(Prune(0).settings(None) | {"sparsity": 0})
+
+
 @pytest.mark.parametrize(
     "recipe,how,message",
     [
         ("prune", {}, "is no recipe"),
         ([], {}, "is no recipe"),
+        (None, {}, "is no recipe"),
+        (Prune, {}, "is no recipe"),
+        ([Prune(0.5), [Prune(0.6)]], {}, "is no recipe"),
+        (Prune(0.5), {"device": None}, "--device None"),
+        (Prune(0.5), {"device": "cpu:"}, "--device cpu:"),
+        (Prune(0.5), {"workers": "2"}, "'2' workers"),
+        (Prune(0.5), {"world_size": None}, "rank 0 of None"),
+        (Prune(0.5), {"progress": "bar"}, "progress='bar'"),
         (Prune(0.5), {"dataset": demo.TEXT}, "reads no text"),
         ([Prune(0.5), Prune(0.6)], {"dataset": demo.TEXT}, "none of the recipes reads text"),
         (Prune(0.5), {"device": "abacus"}, "abacus"),
@@ -227,3 +285,24 @@ def test_verify_names_what_is_wrong(tiny, tmp_path):
     shard.write_bytes(data)
     found = tilepress.verify(tmp_path / "out", reload=False)
     assert not found.passed and any("sha256" in finding for check in found.checks for finding in check.findings)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda model: tilepress.load(model, device="gpu"), "--device gpu"),
+        (lambda model: tilepress.load(model, device=None), "--device None"),
+        (lambda model: tilepress.load(model, dtype="bf16"), "the dtype 'bf16'"),
+        (lambda model: tilepress.load(model, dtype="int8"), "the dtype 'int8'"),
+        (lambda model: tilepress.load(model, dtype=3), "the dtype 3"),
+        (lambda model: tilepress.load(None), "'None' is neither"),
+        (lambda model: tilepress.perplexity(model, demo.TEXT, seqlen="64"), "Protocol(seqlen='64')"),
+        (lambda model: tilepress.perplexity(model, demo.TEXT, device="cpu", dtype="bf16"), "the dtype 'bf16'"),
+        (lambda model: tilepress.verify(None), "None is not a folder"),
+        (lambda model: tilepress.inspect(3), "'3' is neither"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told(tiny, call, message):
+    with pytest.raises(UsageError) as error:
+        call(tiny)
+    assert message in error.value.message and error.value.hint

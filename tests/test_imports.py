@@ -18,7 +18,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "text": {"formats"},
     "device": {"formats"},
     "version": set(),
-    "runtime": {"runtime", "kernels", "formats", "models"},
+    "runtime": {"runtime", "kernels", "formats", "models", "device"},
     "compress": {"compress", "formats", "models", "text", "device", "version"},
     "eval": {"eval", "compress", "runtime", "kernels", "formats", "models", "text", "device"},
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, check_kinds
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
 EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
@@ -172,6 +172,7 @@ class Text:
     seed: int = 0
 
     def __post_init__(self):
+        check_kinds(self)
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Inputs, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
-from tilepress.formats import UsageError, int8
+from tilepress.formats import UsageError, check_kinds, int8
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
 from tilepress.formats.tiled_bitmap import PAIRS_BELOW
@@ -30,6 +30,7 @@ class Convert(Recipe):
     command = "convert"
 
     def __post_init__(self):
+        check_kinds(self)
         if self.to not in (known := format_names()):
             raise UsageError(f"--to {self.to} is unknown", f"choose one of {', '.join(known)}")
         if self.card not in PAIRS_BELOW:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilepress.device import find_device
-from tilepress.formats import TilepressError, UsageError, dtype_name
+from tilepress.formats import TilepressError, UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import open_model
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
@@ -55,6 +55,7 @@ class Protocol:
     limit: int | None = None  # windows at most
 
     def __post_init__(self):
+        check_kinds(self)
         if self.recipe not in RECIPES:
             raise UsageError(f"--recipe {self.recipe} is unknown", f"choose one of {', '.join(RECIPES)}")
         if self.seqlen < 2 or (self.limit is not None and self.limit < 1):

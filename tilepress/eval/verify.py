@@ -78,7 +78,7 @@ def verify(
     is checked as far as its tensors tell. `progress` is called with what is at hand, how many are done, and how many there are.
     Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
     """
-    found = _checks(Path(path), None if base is None else Checkpoint(locate(str(base))), reload, progress)
+    found = _checks(Path(str(path)), None if base is None else Checkpoint(locate(str(base))), reload, progress)
     return Verification(str(path), tuple(found))
 
 

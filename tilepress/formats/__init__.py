@@ -1,7 +1,13 @@
 """Bytes on disk <-> tensors. This package needs torch and safetensors only and imports nothing else of tilepress.
 
-The two errors live here because every other part, down to the formats, raises them.
+The two errors live here because every other part, down to the formats, raises them; so does the check of settings that users make.
 """
+
+from dataclasses import fields
+from numbers import Integral, Real
+from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
 
 
 def dtype_name(dtype) -> str:
@@ -27,3 +33,32 @@ class UsageError(TilepressError):
     """The request itself is wrong: a value out of range, an output folder that exists, an unknown architecture."""
 
     exit_code = 2
+
+
+def check_kinds(settings) -> None:
+    """Raise UsageError for a value of a dataclass that is not of the kind its field declares.
+
+    What means the same becomes what is declared: numpy's numbers Python's, a list a tuple, a path its text."""
+    hints = get_type_hints(type(settings))
+    for name in (field.name for field in fields(settings)):
+        value, hint = getattr(settings, name), hints[name]
+        declared = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = tuple(get_origin(kind) or kind for kind in declared)
+        if isinstance(value, Integral) and not isinstance(value, bool) and {int, float} & {*kinds}:
+            value = int(value)
+        elif isinstance(value, Real) and not isinstance(value, bool) and float in kinds:
+            value = float(value)
+        elif isinstance(value, list) and tuple in kinds:
+            value = tuple(value)
+        elif isinstance(value, Path) and Path not in kinds and str in kinds:
+            value = str(value)
+        sound = isinstance(value, (*kinds, int) if float in kinds else kinds)
+        sound &= not isinstance(value, bool) or bool in kinds
+        sound &= not isinstance(value, tuple) or all(isinstance(each, str) for each in value)
+        if not sound or getattr(value, "is_floating_point", True) is False:  # a dtype of integers
+            takes = " or ".join(getattr(kind, "__name__", "") if kind in kinds else str(kind) for kind in declared)
+            raise UsageError(
+                f"{type(settings).__name__}({name}={value!r}): a {type(value).__name__} that it does not take",
+                f"it takes {takes.replace('NoneType', 'None').replace('dtype', 'a floating torch.dtype')}",
+            )
+        object.__setattr__(settings, name, value)

@@ -6,6 +6,7 @@ converted and checked there: no host memory is filled but for the tensors that a
 
 import torch
 
+from tilepress.device import find_device
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
@@ -33,7 +34,7 @@ def load(
     `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
     `device_map` needs accelerate). Of ranks that share the model each gives their `group` and gets its part, on the group's device
     (parallel/sharding.py); there are no further arguments then.
-    Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture.
+    Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture, device or dtype.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -44,6 +45,9 @@ def load(
             )
         return sharding.load(path, group, dtype, revision, kv)
     register()
+    device, chosen = find_device(device), getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in ("auto", None) and not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
+        raise UsageError(f"the dtype {dtype!r} is none to compute in", "use auto, bfloat16, float16 or float32")
     folder = locate(str(path), revision)
     checkpoint = Checkpoint(folder)
     calibration = kv_calibration.load(checkpoint) if kv else None

@@ -299,6 +299,66 @@ def test_a_batch_is_kept_for_the_next_call(checkpoint_of):
     assert decoded(model, PROMPTS, 9, chunk=9) == alone(model, PROMPTS, 9) and kept() is not batch
 
 
+class Wrapped(torch.nn.Module):
+    """A linear layer with something beside it, as adapters are: it has no weight of its own."""
+
+    def __init__(self, inner, factor: float = 1.5):
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x):
+        return self.inner(x) * self.factor
+
+
+@pytest.mark.parametrize("names", [["q_proj"], ["q_proj", "k_proj", "v_proj"], ["down_proj"], ["gate_proj", "up_proj"]])
+def test_modules_around_linear_layers(names, checkpoint_of):
+    """Also where they come after a batch is kept, and bring no tensor."""
+    model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
+    before = decoded(model, PROMPTS[:2], 8)
+    for layer in model.model.layers:
+        for name in names:
+            parent = layer.mlp if hasattr(layer.mlp, name) else layer.self_attn
+            setattr(parent, name, Wrapped(getattr(parent, name), -40.0))
+    assert decoded(model, PROMPTS[:2], 8) == generated(model, PROMPTS[:2], 8) != before
+    assert served(model, "decode steps")
+
+
+@pytest.mark.parametrize("how", ["hook", "before", "forward", "root"])
+def test_hooks_and_other_forwards_are_called(how, checkpoint_of):
+    """The pass calls few modules: with hooks that do something the model's own forward pass runs."""
+    model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)  # its hooks, which record, stay
+    before, q = decoded(model, PROMPTS[:2], 8), model.model.layers[0].self_attn.q_proj
+    assert served(model, "decode steps")
+    handle = None
+    if how == "hook":
+        handle = q.register_forward_hook(lambda module, args, out: out * -9)
+    elif how == "before":
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] * -9,))
+    elif how == "root":
+        handle = model.register_forward_hook(lambda module, args, out: setattr(out, "logits", -out.logits))
+    else:
+        q.forward = lambda x: torch.nn.functional.linear(x, -9 * q.weight)
+    with pytest.warns(UserWarning, match="hooks, or a forward of their own"):
+        assert decoded(model, PROMPTS[:2], 8) == generated(model, PROMPTS[:2], 8) != before
+    if handle is not None:
+        handle.remove()
+        assert decoded(model, PROMPTS[:2], 8) == before and served(model, "decode steps")
+
+
+@pytest.mark.parametrize("format", [None, "tiled-csl"])
+def test_biases_changed_through_data(format, checkpoint_of, tmp_path):
+    """No version tells of that: what was merged has to see it."""
+    path = checkpoint_of("llama", attention_bias=True, hidden_size=128, num_attention_heads=4)
+    if format is not None:
+        prune(path, tmp_path / "out", 0.5, format)
+    model = tilepress.load(path if format is None else tmp_path / "out", dtype=torch.float32)
+    before = decoded(model, PROMPTS[:2], 8)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.bias.data.add_(3)
+    assert decoded(model, PROMPTS[:2], 8) == generated(model, PROMPTS[:2], 8) != before
+
+
 def test_a_kept_batch_does_not_keep_its_model(checkpoint_of):
     model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
     generated(model, PROMPTS[:2], 2)
@@ -335,12 +395,22 @@ def test_what_is_refused(llama, checkpoint_of):
         ({"cache": "x"}, "the cache 'x' is unknown"),
         ({"cache": "calibrated"}, "no calibrated cache"),
         ({"chunk": -1}, "pieces of -1"),
+        ({"chunk": "7"}, "pieces of '7'"),
         ({"graphs": True}, "CUDA graphs need"),
     ):
         with pytest.raises(UsageError, match=message):
             decoded(llama, PROMPTS[:1], 3, **options)
     with pytest.raises(UsageError, match="beyond the vocabulary of 300"):
         decoded(llama, [[300]], 3)
+    ids, none = torch.tensor([[1, 2, 3]]), torch.zeros(0, 3, dtype=torch.int64)
+    for given, message in (
+        ({"inputs": ids, "attention_mask": ids[:, 1:]}, "an attention mask of"),
+        ({"inputs": none, "attention_mask": none}, "prompts without tokens"),
+        ({"inputs": ids[:, :0], "attention_mask": ids[:, :0]}, "prompts without tokens"),
+        ({"inputs_embeds": llama.get_input_embeddings()(ids).detach()}, "inputs_embeds"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            llama.generate(**given, custom_generate=tilepress.decode, max_new_tokens=2, pad_token_id=0)
     ids = torch.tensor([[1, 2, 0], [1, 2, 3]])
     with pytest.raises(UsageError, match="padded on the right"):
         llama.generate(ids, attention_mask=(ids > 0).long(), custom_generate=tilepress.decode, max_new_tokens=2)

@@ -10,7 +10,7 @@ from tilepress.compress.kv.attention import QUERIES, attention_shape
 from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
 from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, check_kinds
 from tilepress.formats.checkpoint import Checkpoint, read_json
 from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, form_of
 from tilepress.formats.kv_int4 import KVFormat
@@ -35,6 +35,7 @@ class KVCache(Recipe):
     needs_text = True
 
     def __post_init__(self):
+        check_kinds(self)
         if self.bits not in (4, 8):
             raise UsageError(f"--bits {self.bits} is unknown", "choose 4 or 8")
         if self.mode not in ("dynamic", "static"):

@@ -24,7 +24,7 @@ from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING,
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe, source_mtime
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
-from tilepress.formats import UsageError, dtype_name
+from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
@@ -75,6 +75,7 @@ class Prune(Recipe):
         return 1 + (self.scope == "global" or self.calibrates) + (self.calibrates and self.allocation != "uniform")
 
     def __post_init__(self):
+        check_kinds(self)
         if not 0 <= self.sparsity < 1:
             raise UsageError(
                 f"sparsity {self.sparsity:g} is not in [0, 1)", "0.6 prunes 60 % of the weights: --sparsity 0.6"

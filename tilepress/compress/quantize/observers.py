@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, check_kinds
 from tilepress.formats.int8 import QMAX, QMIN
 
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -30,6 +30,7 @@ class Observer:
     percentile: float = 99.999
 
     def __post_init__(self):
+        check_kinds(self)
         if self.name not in OBSERVERS:
             raise UsageError(f"--observer {self.name} is unknown", f"choose one of {', '.join(OBSERVERS)}")
         low, high = PERCENTILES

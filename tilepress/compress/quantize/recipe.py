@@ -19,7 +19,7 @@ from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settin
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
-from tilepress.formats import UsageError, dtype_name
+from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, STATIC, WEIGHTS, Int8Layout, Int8Scheme
 from tilepress.formats.layout import Layout, layout_named
@@ -49,6 +49,7 @@ class Quantize(Recipe):
 
     def __post_init__(self):
         object.__setattr__(self, "smooth", str(self.smooth))
+        check_kinds(self)
         for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import Found, Walk, finished, identity_of, keep
 from tilepress.compress.prune import expectation
+from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.recover.distillation import same_every_time
 from tilepress.compress.recover.retraining import (
     STATE,
@@ -58,7 +59,7 @@ class Recover(Settings, Recipe):
 
     base: str | Path | None = None  # a folder or hub id
     base_name: str | None = None  # what the manifest calls the base; its hub id or folder unless given
-    prune: Recipe | None = None
+    prune: Prune | None = None
     save_every_s: float = 300.0  # how often the state is kept for a run that goes on
 
     command = "compress recover"
@@ -69,7 +70,7 @@ class Recover(Settings, Recipe):
         super().__post_init__()
         if self.prune:
             object.__setattr__(self, "command", self.prune.command)
-        if self.prune and getattr(self.prune, "value_dtype", None) == "int8":
+        if self.prune and self.prune.value_dtype == "int8":
             raise UsageError(
                 "--recover trains floating values, in one process",
                 "prune with --recover alone, then `tilepress compress quantize --activations none` for INT8 values",

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from tilepress.compress.run.plan import Inputs
 from tilepress.compress.run.targets import Target
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, check_kinds
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.text import Text
 
@@ -30,6 +30,7 @@ class Settings:
     noise: float = 0.0  # share of input tokens that others of the text replace, for both models
 
     def __post_init__(self):
+        check_kinds(self)
         for name, value, least in (
             ("steps", self.steps, 1),
             ("batch", self.batch, 1),

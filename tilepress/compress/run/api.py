@@ -4,15 +4,16 @@
 sweep, the demo and Python programs come in here.
 """
 
+import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from tilepress.compress.run.finish import GENERAL, finish, history
-from tilepress.compress.run.output import open_output
+from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.shards import run_parallel, run_shards
 from tilepress.compress.run.stages import add
@@ -89,10 +90,14 @@ class Run:
     ) -> Outcome | None:
         """Carry the run out, as `compress` describes it."""
         plan, recipe, device = self.plan, self.plan.recipe, find_device(device)
-        if workers < 1 or not 0 <= rank < world_size:
+        counts = workers, rank, world_size
+        if not all(isinstance(count, int) for count in counts) or workers < 1 or not 0 <= rank < world_size:
             raise UsageError(
-                f"{workers} workers as rank {rank} of {world_size} cannot be", "ranks count from 0, workers from 1"
+                f"{workers!r} workers as rank {rank!r} of {world_size!r} cannot be",
+                "ranks count from 0, workers from 1",
             )
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
         if recipe.alone and world_size > 1:
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
         started, stages = time.monotonic(), {}
@@ -148,17 +153,17 @@ def compress(
     Raises UsageError for a request that makes no sense (settings, folders, models that cannot be compressed so), before anything is written;
     TilepressError for damaged checkpoints, non-finite weights and full disks. What is done by then stays for `resume`.
     """
-    recipes = [recipe] if isinstance(recipe, Recipe) else list(recipe)
+    recipes = list(recipe) if isinstance(recipe, Iterable) else [recipe]
     if not recipes or not all(isinstance(each, Recipe) for each in recipes):
         raise UsageError(f"{recipe!r} is no recipe", "give Prune, Quantize, KVCache, Recover or Convert, or a list")
     how = {"workers": workers, "rank": rank, "world_size": world_size}
     if len(recipes) == 1:
         run = plan(model, output, recipes[0], dataset=dataset, trust_remote_code=trust_remote_code, revision=revision)
         return run.start(device, resume=resume, overwrite=overwrite, progress=progress, **how)
-    if world_size > 1:
+    if world_size != 1:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
-    return _stack(open_model(model, revision), Path(output), recipes, dataset, trust_remote_code, how, progress)
+    return _stack(open_model(model, revision), _folder(output), recipes, dataset, trust_remote_code, how, progress)
 
 
 def plan(
@@ -177,7 +182,13 @@ def plan(
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
     checkpoint = open_model(model, revision)
     text = text_for(recipe, dataset, checkpoint)
-    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), Path(output), recipe))
+    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), _folder(output), recipe))
+
+
+def _folder(output: str | Path) -> Path:
+    if not isinstance(output, (str, Path)):
+        raise UsageError(f"the output {output!r} is no folder", "give its path")
+    return Path(output)
 
 
 def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint) -> Text | None:
@@ -228,7 +239,9 @@ def _stack(
     model: Checkpoint, output: Path, recipes: list[Recipe], dataset, trust: bool, how: dict, progress: Report | None
 ) -> Outcome:
     """Apply recipes one after the other, each to what the one before made."""
-    steps = output.with_name(f"{output.name}.steps")
+    check_place(output, model.path)
+    steps = Path(f"{os.path.abspath(output)}.steps")
+    check_place(steps, model.path)
     recipes = [recipe.after(model).settled() for recipe in recipes]
     texts = [text_for(recipe, dataset, model) for recipe in recipes]
     if dataset is not None and not any(texts):

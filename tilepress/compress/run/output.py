@@ -17,16 +17,12 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     An unfinished run of the same plan goes on only with `resume` (or when `joining`, as one of several ranks). Raises UsageError
     where something is in the way, and TilepressError where the disk has too little room.
     """
-    out, source = plan.output.resolve(), plan.source.resolve()
-    if out == source or out in source.parents:
-        raise UsageError(f"the output {plan.output} is or holds the input {plan.source}", "choose another with -o DIR")
+    check_place(plan.output, plan.source)
     if overwrite and (resume or joining):
         raise UsageError(
             f"--overwrite cannot go with {'--resume' if resume else 'several ranks: each would remove what the others wrote'}",
             "run it alone first, or remove the folder" if joining else "choose one of them",
         )
-    if (plan.output.is_symlink() and not plan.output.exists()) or (plan.output.exists() and not plan.output.is_dir()):
-        raise UsageError(f"{plan.output} is no folder", "choose another with -o DIR")
     occupied = plan.output.exists() and any(plan.output.iterdir())
     if occupied and not overwrite:
         state = _what_is_there(plan)
@@ -53,6 +49,15 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     facts = {"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.settings}
     write_atomic(plan.work / "plan.json", to_json(facts), plan.work)
     return True
+
+
+def check_place(output: Path, source: Path) -> None:
+    """Raise UsageError for an output that can be no folder, or is or holds the source."""
+    out, source = output.resolve(), source.resolve()
+    if out == source or out in source.parents:
+        raise UsageError(f"the output {output} is or holds the input {source}", "choose another with -o DIR")
+    if (output.is_symlink() and not output.exists()) or (output.exists() and not output.is_dir()):
+        raise UsageError(f"{output} is no folder", "choose another with -o DIR")
 
 
 def _what_is_there(plan: Plan) -> str:

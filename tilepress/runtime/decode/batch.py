@@ -39,9 +39,9 @@ class Batch:
         graphs: bool | None = None,
     ):
         positions = most_positions(model) or max_len
-        if sequences < 1 or not 2 <= max_len <= positions or chunk < 1:
+        if sequences < 1 or not 2 <= max_len <= positions or not isinstance(chunk, int) or chunk < 1:
             raise UsageError(
-                f"{sequences} sequences of {max_len} tokens in pieces of {chunk}, for a model of {positions} positions",
+                f"{sequences} sequences of {max_len} tokens in pieces of {chunk!r}, for a model of {positions} positions",
                 f"use at least one sequence, 2 to {positions} tokens and pieces of at least one",
             )
         self.max_len, self.chunk = max_len, chunk

@@ -34,6 +34,8 @@ def why_not(model: nn.Module, max_len: int) -> str | None:
         return f"no lean pass for {type(model).__name__}{limits}"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate moves its tensors"
+    if any("forward" in vars(module) or _own_hooks(module) for module in model.modules()):
+        return "its modules have hooks, or a forward of their own"
     if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
         return "it lies on several devices"
     config, body = model.config, part(model, family.names.body)
@@ -48,6 +50,12 @@ def why_not(model: nn.Module, max_len: int) -> str | None:
     if windows < max_len and (types is None or "sliding_attention" in types):
         return f"windows of {windows} tokens slide within {max_len}"
     return None
+
+
+def _own_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of the user: the pass does not call every module. Those of transformers only record."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not str(hook.__module__).startswith(("transformers.", "tilepress.")) for hook in hooks)
 
 
 def _rope_types(body: nn.Module) -> dict[str | None, str]:

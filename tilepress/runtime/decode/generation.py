@@ -154,7 +154,12 @@ def _refused(
     model, input_ids: Tensor, config: GenerationConfig, synced_gpus: bool, assistant, given: dict
 ) -> str | None:
     """Return what of a call only transformers' own generate does, or None."""
+    unknown = sorted(name for name in given.keys() - _KNOWN if given[name] is not None)
+    if unknown or not input_ids.numel():
+        return ", ".join(unknown) or f"prompts without tokens ({list(input_ids.shape)})"
     mask, cache, mode = given.get("attention_mask"), given.get("past_key_values"), config.get_generation_mode(assistant)
+    if mask is not None and mask.shape != input_ids.shape:
+        return f"an attention mask of {list(mask.shape)} for tokens of {list(input_ids.shape)}"
     reasons = {
         mode.value.replace("_", " "): mode.value not in ("greedy_search", "sample"),
         "several processes with one model each (synced_gpus)": bool(synced_gpus),
@@ -166,7 +171,6 @@ def _refused(
         "prompts padded on the right": mask is not None and bool((mask[:, -1] == 0).any()),
         "positions of your own": _moved(given.get("position_ids"), mask, input_ids),
         "a cache that is only simulated": getattr(getattr(model, "kv_state", None), "mode", None) == "sim",
-        ", ".join(sorted(given.keys() - _KNOWN)): any(given[name] is not None for name in given.keys() - _KNOWN),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -205,11 +209,11 @@ def _prefilled(batch: Batch, prompts: list[Tensor], new: int) -> Tensor:
 
 
 def _state(model: PreTrainedModel) -> tuple:
-    """Where a model's tensors lie and how often they were changed, and which attention cache it has."""
+    """Which modules a model has, where its tensors lie and how often they were changed, and which attention cache it has."""
     cache = getattr(model, "kv_state", None)
     tensors = (*model.parameters(), *model.buffers())
     marks = [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
-    return marks, None if cache is None else (id(cache.calibration), cache.mode)
+    return [*map(id, model.modules())], marks, None if cache is None else (id(cache.calibration), cache.mode)
 
 
 def _batch_for(model: PreTrainedModel, count: int, most: int, options: dict) -> Batch:

@@ -146,7 +146,7 @@ class Activation:
 
     def paths(self, linear: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Path | str]:
         """Which implementations serve the activation before a linear layer."""
-        columns = linear.in_features
+        columns = getattr(linear, "in_features", 0)  # a module around a linear layer may not tell
         if takes_codes(linear):
             if not self.is_silu_gate and self.op_name is None:
                 yield f"torch activation on {device.type}"

@@ -42,12 +42,13 @@ def merge(linears: list[nn.Module]) -> nn.Module:
     if len(linears) == 1:
         return linears[0]
     kinds = {type(linear) for linear in linears}
-    if len(kinds) > 1 or len({_place(linear) for linear in linears}) > 1:
+    known = kinds == {nn.Linear} or isinstance(linears[0], PackedLinear)
+    if not known or len(kinds) > 1 or len({_place(linear) for linear in linears}) > 1:
         return _Separate(linears)
     first = linears[0]
-    if type(first) is nn.Linear:
+    if kinds == {nn.Linear}:
         return _Dense(one_weight(linears), biases(linears))
-    made = first.merged(linears[1:]) if isinstance(first, PackedLinear) else None
+    made = first.merged(linears[1:])
     return _Separate(linears) if made is None else made
 
 

@@ -6,6 +6,7 @@ package of its own registers one beside its layout (formats/layout.py).
 
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -91,26 +92,38 @@ def packed_linear(
 
 
 def biases(linears: list[nn.Module]) -> Tensor | None:
-    """Return the biases of layers one behind the other, zeros for those without, or None if none has one."""
+    """Return the biases of layers one behind the other, or None if none has one; the layers' own become views of it. Those without get zeros in it."""
     if all(linear.bias is None for linear in linears):
         return None
-    dtype, device = next((x.bias.dtype, x.bias.device) for x in linears if x.bias is not None)
-    return torch.cat(
-        [torch.zeros(x.out_features, dtype=dtype, device=device) if x.bias is None else x.bias for x in linears]
-    ).detach()
+    if all(linear.bias is not None for linear in linears):
+        return _joined(linears, "bias")
+    like = next(x.bias for x in linears if x.bias is not None).detach()
+    whole = torch.cat([like.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears])
+    _share(linears, "bias", whole.split([x.out_features for x in linears]))
+    return whole
 
 
 def one_weight(linears: list[nn.Module]) -> Tensor:
-    """Their weights one below the other; they become views of it. Nothing is copied where they lie so already."""
-    parts = [linear.weight.detach() for linear in linears]
+    """Return their weights one below the other; they become views of it. Nothing is copied where they lie so already."""
+    return _joined(linears, "weight")
+
+
+def _joined(linears: list[nn.Module], name: str) -> Tensor:
+    parts = [getattr(linear, name).detach() for linear in linears]
     first, ends = parts[0], [part.data_ptr() + part.nbytes for part in parts]
     follow = all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False))
     if follow and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
         return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
     whole = torch.cat(parts)
-    for linear, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
-        if isinstance(linear.weight, nn.Parameter):
-            linear.weight.data = part
-        else:
-            linear.weight = part
+    _share(linears, name, whole.split([len(part) for part in parts]))
     return whole
+
+
+def _share(linears: list[nn.Module], name: str, parts: Iterable[Tensor]) -> None:
+    """Put a part in the place of every layer's own tensor, where it has one."""
+    for linear, part in zip(linears, parts, strict=True):
+        own = getattr(linear, name)
+        if isinstance(own, nn.Parameter):
+            own.data = part
+        elif own is not None:
+            setattr(linear, name, part)
