@@ -83,7 +83,7 @@ def kernels(
 
     check_writable(output)
     if tune:
-        rows, weights = counts if columns else int8_kernels.TUNED_ROWS, sizes if shapes else int8_kernels.TUNEDSHAPES
+        rows, weights = counts if columns else int8_kernels.TUNED_ROWS, sizes if shapes else int8_kernels.TUNED_SHAPES
         int8_kernels.write_table(int8_kernels.tune(weights, rows, progress), output)
         return
     if what == "spmm":
