@@ -80,7 +80,7 @@ SHAPES = {  # as their config.json has them; the tiny ones try the command on a 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What becomes of a model's linear weights, all but the output head, and of its attention cache."""
+    """The treatment of a model's linear weights, all but the output head, and of its attention cache."""
 
     name: str
     layout: str  # dense | w8a8 | w8a16 | tiled-csl | tiled-bitmap

@@ -30,7 +30,7 @@ _SWEEPS = 3  # over a tile's warps: each gets its banks anew, given the others'
 
 @dataclass(frozen=True)
 class BankPlan:
-    """Where the items of each (tile, bank) go. Every field but the first three is int32 [T, 32]."""
+    """The places of the items of each (tile, bank). Every field but the first three is int32 [T, 32]."""
 
     full_steps: Tensor  # [T] steps of 32 items
     single: Tensor  # [T] of them in one wavefront; the others are double

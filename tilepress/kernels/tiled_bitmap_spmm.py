@@ -69,7 +69,7 @@ class Configuration:
 
     @property
     def most_blocks(self) -> int:
-        """Most blocks of a multiprocessor."""
+        """The most CTAs that a multiprocessor holds at once."""
         return {8: 3, 16: 3, 32: 2, 64: 2, 128: 1}[self.columns]
 
     @property
@@ -114,7 +114,7 @@ class Configuration:
 
 
 class Plan(NamedTuple):
-    """How a weight is multiplied: one launch."""
+    """The launch that multiplies a weight."""
 
     kernel: jit.Kernel
     chosen: Configuration
@@ -124,7 +124,7 @@ class Plan(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What is known of a weight."""
+    """Facts about a weight that are worked out once."""
 
     tile_bytes: int  # of its largest tile, in whole lines
     runs: dict[int, Tensor]  # of so many blocks

@@ -97,7 +97,7 @@ class Configuration:
 
     @property
     def halves(self) -> bool:
-        """Whether the last tiles may be of 64 rows."""
+        """Return whether the last tiles may be of 64 rows."""
         return self.groups == 2 and self.split == 1 and self.tokens >= 16
 
     @property
@@ -114,7 +114,7 @@ class Configuration:
         return 2 if self.fits(2) else 1
 
     def fits(self, blocks: int) -> bool:
-        """Whether so many blocks have room in a multiprocessor's shared memory."""
+        """Return whether so many blocks have room in a multiprocessor's shared memory."""
         return blocks * (self.shared_bytes + arch.RESERVED_BYTES) <= HOPPER.shared_bytes
 
     def source(self, dtype: torch.dtype) -> str:
@@ -176,7 +176,9 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
 
 @dataclass
 class _Known:
-    """What is known of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
+    """Facts about a weight: the versions that it had when it was last multiplied with, and when its rows were summed
+    up.
+    """
 
     multiplied: int | None = None
     summed: int | None = None

@@ -1,4 +1,4 @@
-"""What to expect of a pruned model, said before somebody deploys it. Figures: docs/pruning.md."""
+"""The quality to expect of a pruned model, said before somebody deploys it. Figures: docs/pruning.md."""
 
 USABLE = 0.55  # the sparsity up to which magnitude pruning alone is worth a try
 MEASURED = {
@@ -22,7 +22,7 @@ def warning(method: str, sparsity: float) -> str | None:
 
 
 def recovered(sparsity: float) -> str:
-    """What training what was left has brought elsewhere; nothing is known of more zeros than were measured."""
+    """Tell what training the remaining weights recovered elsewhere; nothing is known beyond the sparsities measured."""
     if sparsity > max(RECOVERED) + 0.05:
         return f"no figures of recovery are known for {sparsity:.0%} zeros"
     at = _nearest(RECOVERED, sparsity)
