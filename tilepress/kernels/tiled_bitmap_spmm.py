@@ -261,9 +261,8 @@ def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
 def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
     def decode(tiles: slice, first: int, last: int) -> Tensor:
         scale = None if packed.scale is None else packed.scale[first:last]
-        exact = (
-            scale is not None and scale.dtype != x.dtype
-        )  # codes, whose product with a scale would be rounded to the scale's dtype
+        # Codes whose product with a scale would be rounded to the scale's dtype are decoded unscaled.
+        exact = scale is not None and scale.dtype != x.dtype
         of_codes = torch.ones_like(scale) if exact else scale
         shape = last - first, packed.cols
         dense = tiled_bitmap_decode(packed.words, packed.offsets[tiles], of_codes, *shape, packed.dtype, packed.group)
