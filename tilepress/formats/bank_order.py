@@ -96,9 +96,8 @@ def plan(singles: Tensor, pairs: Tensor) -> BankPlan:
         middle = (low + high) // 2
         fits = bounds(middle)[2]
         low, high = torch.where(fits, low, torch.minimum(middle + 1, high)), torch.where(fits, middle, high)
-    single = torch.where(
-        bounds(high)[2], full_steps - high, 0
-    )  # none fits: a few crowded banks; deal everything as double
+    # Where none fits, a few banks are crowded: everything is dealt as double.
+    single = torch.where(bounds(high)[2], full_steps - high, 0)
     least, most, _ = bounds(full_steps - single)
     least = torch.where(single[:, None] > 0, least, 0)
     room = torch.where(single[:, None] > 0, most - least, 0)

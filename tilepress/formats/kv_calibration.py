@@ -30,9 +30,8 @@ _AGAIN = "calibrate again: `tilepress compress kv`"
 class Side(NamedTuple):
     """Keys' or values' part of a layer, in the order in which the ops of kernels/kv_cache.py take it."""
 
-    channels: (
-        Tensor | None
-    )  # float32 [3, KV heads, D]: mean, scale, weight of squared errors; None: nothing is calibrated
+    # float32 [3, KV heads, D]: mean, scale, weight of squared errors; None: nothing is calibrated.
+    channels: Tensor | None
     fixed: Tensor | None = None  # float16 [KV heads, groups, 2]: (scale, shift) of static formats
     clip: float = 1.0
 

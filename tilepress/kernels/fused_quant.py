@@ -145,9 +145,8 @@ class Configuration:
     pieces: int = 1  # of a row, a block each
 
     def source(self, op: int, static: int, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
-        blocks = max(
-            1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
-        )  # of a multiprocessor, by their registers
+        # CTAs of a multiprocessor, by their registers.
+        blocks = max(1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads)
         macros = {"OP": op, "CODES": int(codes), "STATIC": int(static), "THREADS": self.threads, "V": self.parts}
         macros |= {
             "PIECES": self.pieces,

@@ -24,10 +24,8 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = {
-    1: 1536,
-    2: 2048,
-}  # of x, that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster
+# Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
+MOST_ROWS = {1: 1536, 2: 2048}
 _TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]

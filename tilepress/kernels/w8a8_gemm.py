@@ -103,9 +103,8 @@ class Configuration:
     @property
     def shared_bytes(self) -> int:
         stage = (64 * self.groups + self.tokens) * 128 * self.k_blocks
-        parts = (
-            (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
-        )  # else where the stages were
+        # Otherwise the parts lie where the stages were.
+        parts = (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
         return self.stages * (stage + 16) + parts + self.groups * (2 * 128 * min(self.tokens, 32) + 4 * self.tokens)
 
     @property
@@ -185,9 +184,8 @@ class _Known:
     sums: Tensor | None = None  # int32 [n]; stays where it is, as graphs know it
 
 
-_KNOWN: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # dicts by address and shape, of each tensor that is a weight or has views that are
+# Dicts by address and shape, of each tensor that is a weight or has views that are.
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _known(weight: Tensor) -> tuple[_Known, int]:

@@ -217,9 +217,8 @@ class Prune(Recipe):
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
             shard = state["shard"][target.name]
-            ties = state["ties_left"].setdefault(
-                target.name, state["ties"][shard]
-            )  # recovery asks for a weight more than once
+            # Recovery asks for a weight more than once.
+            ties = state["ties_left"].setdefault(target.name, state["ties"][shard])
             pruned, stats = prune(weight, Threshold(state["key"], ties, state["wide"]))
             state["ties"][shard] = min(state["ties"][shard], ties - stats.ties)
         else:
