@@ -24,7 +24,6 @@ Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where
 Memory = Annotated[
     float, typer.Option(metavar="GIB", min=0.001, help="For the attention cache: tells the context that fits.")
 ]
-Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
 ]

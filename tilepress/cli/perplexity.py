@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Device, Dtype, Json, Model, Quiet, Revision, Trust, parse_dtype, parse_share
+from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Trust, parse_dtype, parse_share
 from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, say, table, with_error
 from tilepress.formats import UsageError
 
@@ -42,7 +42,9 @@ def perplexity(
         str | None,
         typer.Option(metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False),
     ] = None,
-    dtype: Dtype = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
     kv: Annotated[
         str,
         typer.Option(

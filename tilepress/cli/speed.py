@@ -4,19 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tilepress.cli.flags import (
-    Device,
-    Dtype,
-    Json,
-    JsonFile,
-    Model,
-    Quiet,
-    Revision,
-    Seed,
-    Trust,
-    parse_batches,
-    parse_dtype,
-)
+from tilepress.cli.flags import Device, Json, JsonFile, Model, Quiet, Revision, Seed, Trust, parse_batches, parse_dtype
 from tilepress.cli.terminal import cell, check_writable, quiet_libraries, say, show, table
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
@@ -35,7 +23,9 @@ def speed(
     new_tokens: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     runs: Annotated[int, typer.Option(help="How often, for the spread.")] = 5,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are prefilled at once.")] = 2048,
-    dtype: Dtype = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
+    ] = "auto",
     output: JsonFile = None,
     seed: Seed = 0,
     device: Device = "auto",
