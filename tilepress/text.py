@@ -81,7 +81,7 @@ def _plain_rows(path: Path) -> Iterator[dict]:
 
 
 def _shuffled(rows: Iterator[dict], seed: int) -> Iterator[dict]:
-    """In the order of `datasets` (5.2), whose shuffle buffer gives half of itself away when it is full."""
+    """Shuffle rows in the order of `datasets` (5.2), whose shuffle buffer gives half of itself away when it is full."""
     random_order, buffer = np.random.default_rng(seed), []
     for row in rows:
         buffer.append(row)

@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def front(self) -> tuple[int, int, int, int]:
-        """One of FRONTS: a token of each sequence."""
+        """The entry of FRONTS for this shape: a token of each sequence."""
         return self.batch, self.query_heads, self.kv_heads, self.head_dim
 
     def __str__(self) -> str:
@@ -84,7 +84,10 @@ class Shape:
 
 
 def form_of(kind: str, head_dim: int) -> KVFormat:
-    """Of one of KINDS. Raises UsageError for another, and for a head dimension that it does not have."""
+    """The format that one of KINDS names.
+
+    Raises UsageError for another, and for a head dimension that it does not have.
+    """
     if kind not in KINDS:
         raise UsageError(f"--kv {kind} is unknown", f"choose of {', '.join(KINDS)}")
     bits, group_size, static = KINDS[kind]
@@ -326,7 +329,10 @@ def _front_row(front: tuple[int, int, int, int], form: KVFormat, dtype: torch.dt
 
 
 def _eager_us(launch: Callable[[int], object], copies: int) -> float | None:
-    """None for what waits for the card, which no graph can hold. Asked first: a capture that fails leaves torch's generators behind."""
+    """Time work in a CUDA graph; None where it waits for the card, which no graph can hold.
+
+    Waiting is looked for first: a capture that fails leaves torch's generators behind.
+    """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -206,7 +206,7 @@ def candidates(m: int) -> list[Configuration]:
 
 
 def _fitting(blocks: int, groups: int, tokens: int, k_blocks: int, split: int, together: int) -> Configuration | None:
-    """With the most stages of which so many blocks fit a multiprocessor, 3 at least."""
+    """Choose the most stages, 3 at least, with which so many blocks fit a multiprocessor."""
     choices = (Configuration(groups, tokens, k_blocks, stages, split, together) for stages in range(12, 2, -1))
     return next((chosen for chosen in choices if chosen.fits(blocks)), None)
 

@@ -84,7 +84,7 @@ def _replays(graph: torch.cuda.CUDAGraph, most: int, most_us: float) -> list[flo
 
 
 def copies_of(nbytes: int) -> int:
-    """How many copies of an input are more than twice the L2 cache."""
+    """The number of copies of an input that together are more than twice the L2 cache."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return max(2, math.ceil(2 * cache / nbytes) + 1)
 
@@ -110,7 +110,7 @@ def environment() -> dict:
 
 
 def _said(*words: str) -> str:
-    """What a program prints, nothing if it is not there."""
+    """Return what a program prints, and nothing where the program is missing."""
     try:
         return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     except OSError:
@@ -130,7 +130,7 @@ def dense_us(x: Tensor, weight: Tensor) -> float:
 
 
 def dense_work(x: Tensor, weight: Tensor) -> list[tuple[Callable[[int], object], int, float]]:
-    """What time_us takes for each."""
+    """Return the arguments of `time_us` for each dense product: the call, its copies of the weight, a guess of its time."""
     copies = copies_of(weight.nbytes)
     weights = [weight, *(weight.clone() for _ in range(copies - 1))]
     guess = max(weight.nbytes / 4.0e6, x.numel() * len(weight) / 4e8) + 4
@@ -229,7 +229,10 @@ def _multiplied(packed: TiledCSL | TiledBitmap, rounded: bool) -> Tensor:
 
 
 def _error(y: Tensor, x: Tensor, weight: Tensor) -> float:
-    """Of y relative to the product in float64. Raises TilepressError where it is too large, in all or in one element."""
+    """The error of y relative to the product in float64.
+
+    Raises TilepressError where it is too large, in all or in one element.
+    """
     weight = weight.double()
     expected = x.double() @ weight.t()
     error = float((y.double() - expected).norm() / expected.norm())

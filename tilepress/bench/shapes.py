@@ -80,7 +80,7 @@ SHAPES = {  # as their config.json has them; the tiny ones try the command on a 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What becomes of a model's linear weights, all but the output head, and of its attention cache."""
+    """The treatment of a model's linear weights, all but the output head, and of its attention cache."""
 
     name: str
     layout: str  # dense | w8a8 | w8a16 | tiled-csl | tiled-bitmap
@@ -143,9 +143,8 @@ def random_model(
             if made is not module:
                 model.set_submodule(path, made)
                 module.weight = None  # the next one is drawn into its memory
-        elif any(
-            buffer.is_meta for buffer in module.buffers(recurse=False)
-        ):  # angles of RoPE, which follow from the config
+        elif any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            # Angles of RoPE follow from the config.
             model.set_submodule(path, type(module)(config).to(stages.device))
     if own is None:
         model.tie_weights()

@@ -1,4 +1,5 @@
-"""What decode benchmarks time: the pass over one batch of a model, from a prompt through steps, and where the time of a step goes.
+"""The work that decode benchmarks time: the pass over one batch of a model, from a prompt through steps, and where the
+time of a step goes.
 
 The pass is a `Batch` (runtime/decode/batch.py), which `generate(custom_generate=tilepress.decode)` runs too. Models that the lean pass does not know are
 timed by their own forward pass, on a CPU alone.
@@ -31,7 +32,7 @@ class OwnPass:
         return self._pass(prompt[None].to(self.device))
 
     def copy(self, sequence: int, to: int, most: int) -> None:
-        """Nothing is to be done: the first step copies the cache as often as it needs."""
+        """Do nothing: the first step copies the cache as often as it needs."""
 
     def step(self, count: int) -> torch.Tensor:
         if len(self.tokens) < count:
@@ -62,7 +63,9 @@ def pass_of(model: nn.Module, batch: int, max_len: int, cache: str, chunk: int) 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: a pass, the prompt int64 [context] of every sequence, how many sequences, and for how many tokens each has room."""
+    """A case to time: a pass, the prompt int64 [context] of every sequence, how many sequences, and for how many tokens
+    each has room.
+    """
 
     timed: Batch | OwnPass
     prompt: torch.Tensor

@@ -24,6 +24,9 @@ Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where
 Memory = Annotated[
     float, typer.Option(metavar="GIB", min=0.001, help="For the attention cache: tells the context that fits.")
 ]
+JsonFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]

@@ -1,11 +1,10 @@
 """`tilepress eval kernels`: what the CUDA kernels take on this card."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilepress.cli.flags import Json, Quiet, parse_dtype, parse_list, parse_shape, parse_share
+from tilepress.cli.flags import Json, JsonFile, Quiet, parse_dtype, parse_list, parse_shape, parse_share
 from tilepress.cli.terminal import cell, check_writable, say, show, table
 from tilepress.formats import UsageError
 
@@ -24,9 +23,7 @@ _COLUMNS = {"spmm": "1,8,16,32,64,128,256,512,1024,2048", "w8a8": "1,8,16,32,64,
 
 def kernels(
     what: Annotated[str, typer.Argument(metavar="spmm|w8a8|fused|attention", help="Which kernels.")] = "spmm",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
-    ] = None,
+    output: JsonFile = None,
     shapes: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +80,7 @@ def kernels(
 
     check_writable(output)
     if tune:
-        rows, weights = counts if columns else int8_kernels.TUNED_ROWS, sizes if shapes else int8_kernels.TUNEDSHAPES
+        rows, weights = counts if columns else int8_kernels.TUNED_ROWS, sizes if shapes else int8_kernels.TUNED_SHAPES
         int8_kernels.write_table(int8_kernels.tune(weights, rows, progress), output)
         return
     if what == "spmm":

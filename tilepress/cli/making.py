@@ -1,4 +1,4 @@
-"""What the commands that make an artifact share: plan, run, and say what came out."""
+"""The parts that commands which make an artifact share: plan, run, and say what came out."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def stages_text(seconds: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """How a command speaks of its run."""
+    """The words in which a command speaks of its run."""
 
     title: str  # of the progress
     result: Callable[[dict], str]  # a text of what came out

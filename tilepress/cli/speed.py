@@ -1,11 +1,10 @@
 """`tilepress eval speed`: what a decode loop takes, and where the time goes."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Seed, Trust, parse_batches, parse_dtype
+from tilepress.cli.flags import Device, Json, JsonFile, Model, Quiet, Revision, Seed, Trust, parse_batches, parse_dtype
 from tilepress.cli.terminal import cell, check_writable, quiet_libraries, say, show, table
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
@@ -27,9 +26,7 @@ def speed(
     dtype: Annotated[
         str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
     ] = "auto",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
-    ] = None,
+    output: JsonFile = None,
     seed: Seed = 0,
     device: Device = "auto",
     trust_remote_code: Trust = False,

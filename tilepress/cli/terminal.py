@@ -1,4 +1,4 @@
-"""How words reach the terminal: progress, tables, sizes. Words go to stderr, results to stdout."""
+"""Output to the terminal: progress, tables, sizes. Words go to stderr, results to stdout."""
 
 import json
 import sys

@@ -72,7 +72,7 @@ class Convert(Recipe):
 
 
 def packed_targets(checkpoint: Checkpoint) -> tuple[list[Target], list[LeftAlone]]:
-    """Every packed weight as a target: what `--to dense` converts. Needs no model class, so it works for any architecture.
+    """List every packed weight as a target, for `--to dense`. Needs no model class, so it works for any architecture.
 
     Raises TilepressError for a quantized checkpoint of a kind that is not ours to read.
     """

@@ -1,4 +1,6 @@
-"""What `tilepress demo` runs on: a real 4 M parameter Llama and held-out text, shipped with the package (sources: README.md here)."""
+"""The model and text of `tilepress demo`: a real 4 M parameter Llama and held-out text, shipped with the package
+(sources: README.md here).
+"""
 
 from pathlib import Path
 

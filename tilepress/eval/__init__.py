@@ -1,1 +1,1 @@
-"""What an artifact costs and brings: perplexity, structure, verification."""
+"""The cost and gain of an artifact: perplexity, structure, verification."""

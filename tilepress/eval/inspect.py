@@ -1,4 +1,4 @@
-"""What a checkpoint or artifact holds, from headers and manifest alone: nothing is read that grows with the model."""
+"""The contents of a checkpoint or artifact, from headers and manifest alone: nothing is read that grows with the model."""
 
 from dataclasses import asdict, dataclass
 from math import prod
@@ -32,7 +32,7 @@ class WeightRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model holds: sizes in bytes, counts in elements."""
+    """The contents of a model: sizes in bytes, counts in elements."""
 
     path: str
     architecture: str

@@ -75,7 +75,7 @@ class Protocol:
         object.__setattr__(self, "stride", step)
 
     def windows(self, num_tokens: int) -> list[Span]:
-        """Of so many tokens."""
+        """The spans of the windows of a text of so many tokens."""
         if self.recipe == "gptq":
             spans = [(a, a + self.seqlen, a + 1) for a in range(0, num_tokens - self.seqlen + 1, self.seqlen)]
         else:
@@ -92,7 +92,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one model scores: errors are standard errors over windows, None for a single window."""
+    """Scores of one model: errors are standard errors over windows, None for a single window."""
 
     perplexity: float
     perplexity_stderr: float | None
@@ -103,7 +103,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a model is from its base, on the same windows; errors are paired."""
+    """The distance of a model from its base, on the same windows; errors are paired."""
 
     base: Scores
     delta_nll: float  # nats a token
@@ -161,7 +161,7 @@ class WindowSums:
 
     @property
     def stderr(self) -> float | None:
-        """None for a single window. The ratio estimator: windows may differ in length."""
+        """The standard error, None for a single window. It is the ratio estimator: windows may differ in length."""
         n = len(self.sums)
         if n < 2:
             return None
@@ -357,7 +357,10 @@ def _cache_mode(model, kv: str) -> str:
 
 
 def _runs(model, ids: list[int], spans: list[Span], kv: str, progress: Progress) -> Iterator[tuple[Span, Tensor]]:
-    """Each window's span and the logits of all its positions. Windows of one length are decoded together, as many as have logits of _LOGITS_BYTES."""
+    """Yield each window's span and the logits of all its positions.
+
+    Windows of one length are decoded together, as many as have logits of _LOGITS_BYTES.
+    """
     device, longest = next(model.parameters()).device, max(end - first for first, end, _ in spans)
     row = model.config.get_text_config().vocab_size * model.dtype.itemsize
     most = min(_MOST_DECODED, max(1, _LOGITS_BYTES // (longest * row))) if kv == "decode" else 1
@@ -372,13 +375,16 @@ def _runs(model, ids: list[int], spans: list[Span], kv: str, progress: Progress)
 
 
 def _logits(model, window: Tensor, kv: str = "off") -> Tensor:
-    """Of every position of a window, by one forward pass."""
+    """Return the logits of every position of a window, by one forward pass."""
     with cache_mode(model, kv), torch.inference_mode():
         return model(window, use_cache=False).logits[0]
 
 
 def _decoded(model, windows: Tensor) -> Tensor:
-    """Of every position of windows [n, tokens], through the packed cache: their first halves at once, then token by token: [n, tokens, vocabulary]."""
+    """Return the logits [n, tokens, vocabulary] of every position of windows [n, tokens], through the packed cache.
+
+    Their first halves go through at once, the rest token by token.
+    """
     n, tokens = windows.shape
     cache = PagedCache(model.kv_state.calibration, windows.device, num_pages=n * -(-tokens // PAGE_TOKENS))
     pieces = windows.split([tokens // 2, *[1] * (tokens - tokens // 2)], 1)

@@ -28,7 +28,7 @@ _WIDTH, _HEIGHT, _MARGIN = 420, 300, 56
 
 @dataclass(frozen=True)
 class Row:
-    """What one sparsity costs: sizes in bytes of stored weights, divergence in nats a token."""
+    """The cost of one sparsity: sizes in bytes of stored weights, divergence in nats a token."""
 
     sparsity_asked: float
     sparsity: float

@@ -1,4 +1,4 @@
-"""Does an artifact hold what it declares? Every check runs as far as it can, and every finding is listed."""
+"""The check that an artifact holds what it declares. Every check runs as far as it can, and every finding is listed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, how often, and what was wrong with it; `notes` are worth knowing, and not wrong."""
+    """A check: what was looked at, how often, and what was wrong with it; `notes` are worth knowing, and not wrong."""
 
     name: str
     looked_at: int
@@ -169,7 +169,7 @@ def _headers(path: Path) -> Check:
 
 
 def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict | None, progress: Progress) -> Check:
-    """Each weight by itself, and against its record where there is a manifest."""
+    """Check each weight by itself, and against its record where there is a manifest."""
     findings = []
     records = {record["name"]: record for record in manifest["tensors"]} if manifest else {}
     findings += [f"{name} is declared but not stored" for name in sorted(set(records) - set(weights))]
@@ -198,7 +198,7 @@ def _weights(checkpoint: Checkpoint, weights: dict[str, Weight], manifest: dict 
 
 
 def _describe(checkpoint: Checkpoint, weight: Weight) -> tuple[dict, list[str]]:
-    """What a weight is, in the manifest's words, and what is wrong with it."""
+    """Describe a weight in the manifest's words, and list what is wrong with it."""
     examined, problems = checkpoint.examine(weight)
     return {"layout": weight.layout, "bytes": weight.nbytes} | examined, problems
 

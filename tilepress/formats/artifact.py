@@ -69,12 +69,12 @@ def write_atomic(path: Path, data: bytes | Path, folder: Path) -> None:
 
 
 def to_json(value: dict) -> bytes:
-    """As every JSON file of an artifact is written."""
+    """Encode a dictionary as every JSON file of an artifact is written."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def sha256_file(path: Path) -> str:
-    """Of a whole file, in hexadecimal."""
+    """The SHA-256 of a whole file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

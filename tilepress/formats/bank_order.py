@@ -30,7 +30,7 @@ _SWEEPS = 3  # over a tile's warps: each gets its banks anew, given the others'
 
 @dataclass(frozen=True)
 class BankPlan:
-    """Where the items of each (tile, bank) go. Every field but the first three is int32 [T, 32]."""
+    """The places of the items of each (tile, bank). Every field but the first three is int32 [T, 32]."""
 
     full_steps: Tensor  # [T] steps of 32 items
     single: Tensor  # [T] of them in one wavefront; the others are double
@@ -96,9 +96,8 @@ def plan(singles: Tensor, pairs: Tensor) -> BankPlan:
         middle = (low + high) // 2
         fits = bounds(middle)[2]
         low, high = torch.where(fits, low, torch.minimum(middle + 1, high)), torch.where(fits, middle, high)
-    single = torch.where(
-        bounds(high)[2], full_steps - high, 0
-    )  # none fits: a few crowded banks; deal everything as double
+    # Where none fits, a few banks are crowded: everything is dealt as double.
+    single = torch.where(bounds(high)[2], full_steps - high, 0)
     least, most, _ = bounds(full_steps - single)
     least = torch.where(single[:, None] > 0, least, 0)
     room = torch.where(single[:, None] > 0, most - least, 0)

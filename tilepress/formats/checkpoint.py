@@ -88,7 +88,7 @@ class Weight:
 
     @property
     def is_int8(self) -> bool:
-        """Its values are codes with a scale: as a matrix, or those of a sparse layout."""
+        """Tell whether values are codes with a scale: as a matrix, or those of a sparse layout."""
         return self.stored_as.holds_codes(self.name, [entry.name for entry in self.entries])
 
 
@@ -293,7 +293,7 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """Every weight by its model name, in name order; packed ones with all their parts."""
+        """Map every weight by its model name, in name order; packed ones with all their parts."""
         found: dict[str, Weight] = {}
         packed = [layout for layout in layouts().values() if layout.packed]
         for name in self.tensors:
@@ -316,7 +316,7 @@ class Checkpoint:
         return read_manifest(self.path) if (self.path / MANIFEST_NAME).exists() else None
 
     def read(self, name: str) -> Tensor:
-        """One stored tensor, memory-mapped on CPU."""
+        """Return one stored tensor, memory-mapped on the CPU."""
         return self._read(name, lambda file: file.get_tensor(name))
 
     def part(self, name: str, *index: slice) -> Tensor:
@@ -352,7 +352,7 @@ class Checkpoint:
         return weight.stored_as.form(self.packed_shape(weight))
 
     def examine(self, weight: Weight) -> tuple[dict, list[str]]:
-        """What the manifest records of a weight, counted anew, and what is wrong with it."""
+        """Count anew what the manifest records of a weight, and list what is wrong with it."""
         return weight.stored_as.examine(self.packed(weight))
 
     def dense(self, weight: Weight, device: torch.device | str = "cpu") -> Tensor:

@@ -33,7 +33,10 @@ _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4
 
 @dataclass(frozen=True)
 class Int8Scheme:
-    """How weights and activations are quantized. `tensor` and `tensor-asym` are static, the other activations found at run time."""
+    """The scheme by which weights and activations are quantized.
+
+    `tensor` and `tensor-asym` are static, the other activations found at run time.
+    """
 
     weights: str = "channel"  # channel | tensor
     activations: str = "token"  # token | tensor | tensor-asym | tensor-dynamic | none (weight-only)
@@ -186,7 +189,9 @@ def static_scale(low: float, high: float, asymmetric: bool, dtype: torch.dtype) 
 
 
 def examine(name: str, parts: dict[str, Tensor]) -> tuple[dict, list[str]]:
-    """What the manifest records of a weight, counted anew from its stored tensors by name, and what is wrong with them."""
+    """Count anew what the manifest records of a weight, from its stored tensors by name, and list what is wrong with
+    them.
+    """
     scale_name, *_ = part_names(name)
     codes, scale = parts[name], parts[scale_name]
     problems = [
@@ -221,7 +226,7 @@ def vllm_findings(
     value: Callable[[str], Tensor],
     one_product: tuple[tuple[str, ...], ...],
 ) -> tuple[list[str], list[str]]:
-    """What vLLM would refuse or take wrongly in a W8A8 artifact, and what it has no kernel for: (findings, notes).
+    """List what vLLM would refuse or misread in a W8A8 artifact, and what it has no kernel for: (findings, notes).
 
     `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `linears` the layer's path of each stored
     weight of a linear layer or router, `value(name)` reads a small tensor, `one_product` are the last names of layers that vLLM runs as one

@@ -30,9 +30,8 @@ _AGAIN = "calibrate again: `tilepress compress kv`"
 class Side(NamedTuple):
     """Keys' or values' part of a layer, in the order in which the ops of kernels/kv_cache.py take it."""
 
-    channels: (
-        Tensor | None
-    )  # float32 [3, KV heads, D]: mean, scale, weight of squared errors; None: nothing is calibrated
+    # float32 [3, KV heads, D]: mean, scale, weight of squared errors; None: nothing is calibrated.
+    channels: Tensor | None
     fixed: Tensor | None = None  # float16 [KV heads, groups, 2]: (scale, shift) of static formats
     clip: float = 1.0
 
@@ -43,7 +42,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCalibration:
-    """What a model's attention cache needs to know. `facts` are the settings and what was measured, for people to read."""
+    """Calibration of a model's attention cache. `facts` are the settings and what was measured, for people to read."""
 
     form: KVFormat
     kv_heads: int
@@ -63,7 +62,10 @@ def uncalibrated(form: KVFormat, kv_heads: int, layers: int) -> KVCalibration:
 
 
 def weights_hash(checkpoint: Checkpoint) -> str:
-    """Of a checkpoint's weights, however they are split into files: of each tensor, by name, name, dtype, shape and 256 elements of it."""
+    """The hash of a checkpoint's weights, however they are split into files.
+
+    It covers each tensor's name, dtype, shape and 256 of its elements, in the order of names.
+    """
     digest = hashlib.sha256()
     for name, entry in sorted(checkpoint.tensors.items()):
         flat = checkpoint.read(name).reshape(-1)

@@ -31,7 +31,7 @@ _PART_BITS, _FAR, _STRETCH = 20, 2, 2
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are stored. Raises UsageError for a head dimension or group size that does not fit.
+    """The storage format of keys and values. Raises UsageError for a head dimension or group size that does not fit.
 
     `group_size` 0 means one group, the whole row, and so does the head dimension. 16 bits are bfloat16, without groups.
     """
@@ -71,22 +71,22 @@ class KVFormat:
 
     @property
     def refits(self) -> int:
-        """How often a calibration has scales refitted."""
+        """The number of times that a calibration refits scales."""
         return 1 if self.bits == 4 and not self.static else 0
 
     @property
     def code_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of codes in one row."""
         return self.head_dim * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of scales and shifts in one row."""
         return 0 if self.static or self.bits == 16 else 4 * self.groups
 
     @property
     def row_bytes(self) -> int:
-        """One token's key or value of one head."""
+        """Bytes of one row: one token's key or value of one head."""
         return self.code_bytes + self.scale_bytes
 
     @property
@@ -233,7 +233,7 @@ def _refitted(
 
 
 def _in_reach(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """What float16 can round."""
+    """Return scales and shifts clamped to the range that float16 can round."""
     return scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
 
 
@@ -242,7 +242,9 @@ def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Ten
 
 
 def clamped_share(x: Tensor, form: KVFormat, channels: Tensor, fixed: Tensor) -> float:
-    """How many of x [..., heads, D] a static format cannot reach: more than half a step beyond its first or last code."""
+    """The share of x [..., heads, D] that a static format cannot reach: more than half a step beyond its first or last
+    code.
+    """
     scale, shift = fixed.float().unsqueeze(-2).unbind(-1)
     codes = (to_channels(x, channels, False).unflatten(-1, (form.groups, -1)) - shift) / scale
     return float(((codes < -0.5) | (codes > form.max_code + 0.5)).float().mean())
@@ -261,7 +263,7 @@ def fake_quantize(
 
 @cache
 def page_order(form: KVFormat) -> Tensor:
-    """Where in its page each byte of each token's rows stands: int64 [2 (key, value), 64 tokens, row_bytes].
+    """The place in its page of each byte of each token's rows: int64 [2 (key, value), 64 tokens, row_bytes].
 
     A permutation of 0 .. page_bytes - 1. In a unit of 32 tokens: key codes, value codes, key scales, value scales.
     """
@@ -283,7 +285,11 @@ def _inverse(stored: Tensor, count: int) -> Tensor:
 
 
 def _key_plane(form: KVFormat) -> Tensor:
-    """Per 8 tokens: chunks of 64 bytes of a row (of the largest power of two that divides it, if it is shorter), in each the 8 tokens."""
+    """The order of key codes.
+
+    Per 8 tokens: chunks of 64 bytes of a row (of the largest power of two that divides it, if it is shorter), in each
+    the 8 tokens.
+    """
     count = form.code_bytes
     chunk = min(64, count & -count)
     numbers = torch.arange(UNIT_TOKENS * count).view(-1, 8, count // chunk, chunk)

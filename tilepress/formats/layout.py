@@ -1,4 +1,4 @@
-"""How a weight is stored: what every layout can do, and the registry of layouts by name.
+"""The protocol of layouts, ways to store a weight, and their registry by name.
 
 A layout is one file: it packs a matrix into stored tensors, checks and unpacks them, and says what may be cut off or put
 together without packing again. Commands ask the layout of a weight and never its name. Those that this package has are
@@ -25,7 +25,7 @@ _BUILT_IN = ("tiled-csl", "tiled-bitmap", "int8", "dense")  # each in the module
 
 @dataclass(frozen=True)
 class Form:
-    """What a weight stands for: [rows, cols] = [out_features, in_features] values of a dtype.
+    """The matrix that a weight stands for: [rows, cols] = [out_features, in_features] values of a dtype.
 
     `transposed`: without us it is stored [cols, rows], as Conv1D does.
     """

@@ -67,7 +67,7 @@ class TiledBitmap:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weight that the values stand for."""
+        """The dtype of the weight that the values stand for."""
         return self.dtype if self.scale is None else self.scale.dtype
 
     def layout(self) -> Tensor:
@@ -131,7 +131,7 @@ class PackStats:
 
 
 def record(packed: TiledBitmap, stats: PackStats) -> dict:
-    """What a manifest says of a packed weight."""
+    """The manifest's entry for a packed weight."""
     described = {"shape": [packed.rows, packed.cols], "dtype": dtype_name(packed.weight_dtype)}
     described |= {"value_dtype": dtype_name(packed.dtype), "group": packed.group}
     described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "slots": stats.slots}
@@ -143,7 +143,7 @@ def num_tiles(rows: int, cols: int) -> int:
 
 
 def header_bytes(group: int) -> int:
-    """Of a tile's masks and starts."""
+    """Size of a tile's masks and starts, in bytes."""
     return WARPS * LANES * RUN // group // 8 + _STARTS
 
 
@@ -258,7 +258,7 @@ class _Tiles:
     first: Tensor  # byte of each tile's values among the words: int64 [T]
 
     def places(self, width: int) -> Tensor:
-        """Where each stored group is among the words seen as groups, in the order of the bits: int64."""
+        """The place of each stored group among the words seen as groups, in the order of the bits: int64."""
         return _places(self.counts, self.first[:, None] + self.starts, width, set_bits(self.bits))
 
     def groups(self, width: int) -> Tensor:
@@ -329,7 +329,10 @@ def unpack(packed: TiledBitmap) -> Tensor:
 
 
 def check_offsets(packed: TiledBitmap) -> str | None:
-    """What is wrong with a packed weight's offsets, or None: from 0, every tile masks, starts and whole lines, to the end of the words."""
+    """Return what is wrong with a packed weight's offsets, or None.
+
+    They go from 0, every tile masks, starts and whole lines, to the end of the words.
+    """
     offsets, header = packed.offsets, header_bytes(packed.group)
     if int(offsets[0]) != 0 or int(offsets[-1]) * 4 != packed.words.numel():
         return f"offsets run from {int(offsets[0])} to {int(offsets[-1])}, expected 0 to {packed.words.numel() // 4}"
@@ -349,7 +352,9 @@ def _outside(found: _Tiles, width: int) -> Tensor:
 
 
 def check_bounds(packed: TiledBitmap) -> str | None:
-    """What would make decoding wrong or unsafe, or None: offsets in order, every run in its tile, scales that are some. `check` looks closer."""
+    """Return what would make decoding wrong or unsafe, or None: offsets in order, every run in its tile, scales that
+    are some. `check` looks closer.
+    """
     problem = check_offsets(packed) or _check_scale(packed)
     for first, last in _stripes(packed) if problem is None else ():
         wrong = _outside(_look(packed, first, last), packed.width).any(1)
@@ -364,7 +369,7 @@ def _check_scale(packed: TiledBitmap) -> str | None:
 
 
 def check(packed: TiledBitmap) -> tuple[list[str], PackStats]:
-    """Every defect of a packed weight, and its statistics recounted, a few row blocks at a time."""
+    """List every defect of a packed weight, and its statistics recounted, a few row blocks at a time."""
     problem = check_offsets(packed)
     if problem:
         return [problem], PackStats()

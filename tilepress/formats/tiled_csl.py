@@ -49,7 +49,7 @@ class TiledCSL:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weight that the values stand for."""
+        """The dtype of the weight that the values stand for."""
         return self.dtype
 
     def layout(self) -> Tensor:
@@ -100,7 +100,7 @@ def from_parts(words: Tensor, offsets: Tensor, layout: Tensor, name: str = "weig
 
 @dataclass
 class PackStats:
-    """What packing measured: summed over tiles, except `densest_tile`."""
+    """Statistics of packing: summed over tiles, except `densest_tile`."""
 
     nonzeros: int = 0
     densest_tile: int = 0  # most non-zeros in one tile
@@ -118,7 +118,7 @@ class PackStats:
 
 
 def record(packed: TiledCSL, stats: PackStats) -> dict:
-    """What a manifest says of a packed weight."""
+    """The manifest's entry for a packed weight."""
     described = {"shape": [packed.rows, packed.cols], "dtype": dtype_name(packed.dtype)}
     described |= {"nonzeros": stats.nonzeros, "densest_tile": stats.densest_tile, "wavefronts": stats.wavefronts}
     return described | ({"transposed": True} if packed.transposed else {})
@@ -277,7 +277,10 @@ def _from_windows(windows: Tensor, cols: int) -> Tensor:
 
 
 def check_offsets(offsets: Tensor, num_words: int) -> str | None:
-    """What is wrong with a packed weight's offsets, or None: from 0, never falling, whole 128-byte lines, to the end of the words."""
+    """Return what is wrong with a packed weight's offsets, or None.
+
+    They go from 0, never falling, whole 128-byte lines, to the end of the words.
+    """
     if int(offsets[0]) != 0 or int(offsets[-1]) * 4 != num_words:
         return f"offsets run from {int(offsets[0])} to {int(offsets[-1])}, expected 0 to {num_words // 4}"
     steps = offsets[1:] - offsets[:-1]
@@ -289,7 +292,8 @@ def check_offsets(offsets: Tensor, num_words: int) -> str | None:
 
 
 def check_bounds(packed: TiledCSL) -> str | None:
-    """What would make decoding wrong or unsafe, or None: offsets in order, and every word in its window or the padding behind it.
+    """Return what would make decoding wrong or unsafe, or None: offsets in order, and every word in its window or the
+    padding behind it.
 
     One pass over the words; `check` looks closer.
     """
@@ -306,7 +310,7 @@ def check_bounds(packed: TiledCSL) -> str | None:
 
 
 def check(packed: TiledCSL) -> tuple[list[str], PackStats]:
-    """Every defect of a packed weight, and its statistics recounted from the words alone, a few tiles at a time."""
+    """List every defect of a packed weight, and its statistics recounted from the words alone, a few tiles at a time."""
     problem = check_offsets(packed.offsets, packed.words.numel())
     if problem:
         return [problem], PackStats()

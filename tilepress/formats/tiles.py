@@ -1,4 +1,5 @@
-"""What layouts of tiles share: words of tile after tile, row block by row block, with the offsets where each tile begins.
+"""Words shared by layouts of tiles: words of tile after tile, row block by row block, with the offsets where each tile
+begins.
 
 A part of whole tiles is therefore some ranges of words, and weights whose rows end where tiles do follow one another.
 """

@@ -1,4 +1,4 @@
-"""What a card is and has, and which kernel serves an op on it.
+"""The limits and features of each card, and the kernel that serves an op on it.
 
 A card is a row of `CARDS`: what to compile for, how much shared memory there is, which features. An op's kernels stand in `KERNELS`, the best
 one first. `Path` says what serves a case: results print it, and code asks for its attributes.
@@ -17,7 +17,7 @@ PLAIN_SHARED_BYTES = 48 * 1024  # of dynamic shared memory that a kernel gets wi
 
 @dataclass(frozen=True)
 class Card:
-    """What kernels need to know of a card."""
+    """A card, as kernels need to know it."""
 
     capability: tuple[int, int]  # compute capability, major and minor
     multiprocessors: int  # in a row of `CARDS`: of the largest card of that kind
@@ -28,7 +28,7 @@ class Card:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether any kernel runs on this card."""
+        """Return whether any kernel runs on this card."""
         return self.capability >= (8, 0)
 
     @property
@@ -38,7 +38,7 @@ class Card:
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
     def runs(self, file: str) -> bool:
-        """Whether a source runs on this card, by the prefix of its name."""
+        """Return whether a source runs on this card, by the prefix of its name."""
         return self.has_wgmma if file.startswith("sm90_") else self.has_kernels
 
 
@@ -114,7 +114,7 @@ def kernel_for(op: str, device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Path:
-    """What serves a case: a kernel, or the reference of an op. `str` gives the sentence that results show."""
+    """The path that serves a case: a kernel, or the reference of an op. `str` gives the sentence that results show."""
 
     kernel: str  # the op's name where its reference serves
     device: str  # "cpu" or "cuda"

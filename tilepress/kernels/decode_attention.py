@@ -29,7 +29,7 @@ library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale) -> Tensor
 
 
 class Cache(NamedTuple):
-    """What queries attend to: the ops' arguments behind the query."""
+    """The cache that queries attend to: the ops' arguments behind the query."""
 
     pages: Tensor
     block_table: Tensor
@@ -118,7 +118,7 @@ REFERENCES = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a kernel is compiled for."""
+    """The configuration that a kernel is compiled for."""
 
     form: KVFormat
     dtype: torch.dtype  # of queries

@@ -1,4 +1,4 @@
-"""What stands between two linear layers of floating inputs, one kernel each: ops under `tilepress::` and their references.
+"""Fused kernels between two linear layers of floating inputs: ops under `tilepress::` and their references.
 
     rms_norm         x -> RMSNorm
     add_rms_norm     x + residual -> RMSNorm, the sum

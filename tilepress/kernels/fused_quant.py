@@ -1,4 +1,4 @@
-"""What stands between two INT8 GEMMs, fused with the quantization of its result: ops under `tilepress::` and their references.
+"""Fused kernels between two INT8 GEMMs, which quantize their result: ops under `tilepress::` and their references.
 
     quantize_int8            x -> codes, scale                        per token or per tensor, scale found at run time
     quantize_int8_static     x -> codes                               with a calibrated scale and zero point
@@ -77,7 +77,7 @@ def _quantize(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | N
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers' modules of Llama and its like round."""
+    """Compute RMSNorm with the roundings of transformers' modules for Llama and similar models."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normal.to(x.dtype)
@@ -118,7 +118,7 @@ def silu_mul_int8_ref(gate_up, mode, scale, zero_point) -> tuple[Tensor, Tensor]
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """As transformers' NewGELUActivation, which rounds after each operation."""
+    """Compute GELU as transformers' NewGELUActivation, which rounds after each operation."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
@@ -145,9 +145,8 @@ class Configuration:
     pieces: int = 1  # of a row, a block each
 
     def source(self, op: int, static: int, vectors: bool, dtype: torch.dtype, codes: bool = True) -> str:
-        blocks = max(
-            1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads
-        )  # of a multiprocessor, by their registers
+        # CTAs of a multiprocessor, by their registers.
+        blocks = max(1, (1024 if op in _OF_TWO_ROWS else 1280) // self.threads)
         macros = {"OP": op, "CODES": int(codes), "STATIC": int(static), "THREADS": self.threads, "V": self.parts}
         macros |= {
             "PIECES": self.pieces,

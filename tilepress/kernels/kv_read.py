@@ -78,7 +78,9 @@ class _Read(NamedTuple):
 
     @property
     def suits_kernels(self) -> bool:
-        """Whether the arguments, already checked, lie as sm80_kv_read.cu reads and writes them, on a card with kernels."""
+        """Return whether the arguments, already checked, lie as sm80_kv_read.cu reads and writes them, on a card with
+        kernels.
+        """
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None

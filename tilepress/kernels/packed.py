@@ -1,4 +1,6 @@
-"""What the ops on packed weights share: their arguments, what is worked out once for a weight, and products with a decoded weight."""
+"""The parts that ops on packed weights share: their arguments, what is worked out once for a weight, and products with
+a decoded weight.
+"""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

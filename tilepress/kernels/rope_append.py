@@ -1,4 +1,5 @@
-"""What stands between attention's projections and attention, as one op: biases, norms of queries and keys, RoPE, the append to the paged cache.
+"""The op between attention's projections and attention: biases, norms of queries and keys, RoPE, the append to the
+paged cache.
 
     query, key, value -> + bias -> RMS norm over a head -> RoPE -> the query
                                    (queries and keys)          key and value into their pages, as kv_append stores them

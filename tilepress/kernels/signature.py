@@ -1,4 +1,4 @@
-"""What a kernel takes: written beside its launch, read from its cubin, and compared once.
+"""The parameters of a kernel: written beside its launch, read from its cubin, and compared once.
 
 A signature names the parameters in order, "words* ticket:8 n map&": `*` is an address, `:8` an integer of 8 bytes, `&` a structure that is passed
 by value, a bare name 4 bytes (an integer or the bits of a float). The driver only gets addresses of arguments: without the comparison a missing
@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
         return {"*": 8, "8": 8, "": 4}.get(self.kind)
 
     def suits(self, argument: object, width: int | None) -> bool:
-        """Whether an argument can be what this parameter takes; `width` is the compiled one, where it is known."""
+        """Return whether an argument can be what this parameter takes; `width` is the compiled one, where it is known."""
         if self.kind == "&":
             return not isinstance(argument, int) and width in (None, argument.nbytes)
         if not isinstance(argument, int) or not 0 <= argument < 1 << 8 * self.width:

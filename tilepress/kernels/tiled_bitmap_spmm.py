@@ -24,10 +24,8 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = {
-    1: 1536,
-    2: 2048,
-}  # of x, that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster
+# Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
+MOST_ROWS = {1: 1536, 2: 2048}
 _TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
@@ -69,7 +67,7 @@ class Configuration:
 
     @property
     def most_blocks(self) -> int:
-        """Most blocks of a multiprocessor."""
+        """The most CTAs that a multiprocessor holds at once."""
         return {8: 3, 16: 3, 32: 2, 64: 2, 128: 1}[self.columns]
 
     @property
@@ -114,7 +112,7 @@ class Configuration:
 
 
 class Plan(NamedTuple):
-    """How a weight is multiplied: one launch."""
+    """The launch that multiplies a weight."""
 
     kernel: jit.Kernel
     chosen: Configuration
@@ -124,7 +122,7 @@ class Plan(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What is known of a weight."""
+    """Facts about a weight that are worked out once."""
 
     tile_bytes: int  # of its largest tile, in whole lines
     runs: dict[int, Tensor]  # of so many blocks
@@ -261,9 +259,8 @@ def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
 def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
     def decode(tiles: slice, first: int, last: int) -> Tensor:
         scale = None if packed.scale is None else packed.scale[first:last]
-        exact = (
-            scale is not None and scale.dtype != x.dtype
-        )  # codes, whose product with a scale would be rounded to the scale's dtype
+        # Codes whose product with a scale would be rounded to the scale's dtype are decoded unscaled.
+        exact = scale is not None and scale.dtype != x.dtype
         of_codes = torch.ones_like(scale) if exact else scale
         shape = last - first, packed.cols
         dense = tiled_bitmap_decode(packed.words, packed.offsets[tiles], of_codes, *shape, packed.dtype, packed.group)

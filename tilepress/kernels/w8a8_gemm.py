@@ -97,15 +97,14 @@ class Configuration:
 
     @property
     def halves(self) -> bool:
-        """Whether the last tiles may be of 64 rows."""
+        """Return whether the last tiles may be of 64 rows."""
         return self.groups == 2 and self.split == 1 and self.tokens >= 16
 
     @property
     def shared_bytes(self) -> int:
         stage = (64 * self.groups + self.tokens) * 128 * self.k_blocks
-        parts = (
-            (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
-        )  # else where the stages were
+        # Otherwise the parts lie where the stages were.
+        parts = (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
         return self.stages * (stage + 16) + parts + self.groups * (2 * 128 * min(self.tokens, 32) + 4 * self.tokens)
 
     @property
@@ -114,7 +113,7 @@ class Configuration:
         return 2 if self.fits(2) else 1
 
     def fits(self, blocks: int) -> bool:
-        """Whether so many blocks have room in a multiprocessor's shared memory."""
+        """Return whether so many blocks have room in a multiprocessor's shared memory."""
         return blocks * (self.shared_bytes + arch.RESERVED_BYTES) <= HOPPER.shared_bytes
 
     def source(self, dtype: torch.dtype) -> str:
@@ -176,16 +175,17 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
 
 @dataclass
 class _Known:
-    """What is known of a weight: the versions that it had when it was last multiplied with, and when its rows were summed up."""
+    """Facts about a weight: the versions that it had when it was last multiplied with, and when its rows were summed
+    up.
+    """
 
     multiplied: int | None = None
     summed: int | None = None
     sums: Tensor | None = None  # int32 [n]; stays where it is, as graphs know it
 
 
-_KNOWN: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # dicts by address and shape, of each tensor that is a weight or has views that are
+# Dicts by address and shape, of each tensor that is a weight or has views that are.
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _known(weight: Tensor) -> tuple[_Known, int]:

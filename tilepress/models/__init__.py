@@ -1,1 +1,1 @@
-"""What is known of models: their families, their experts, and how one is built without weights."""
+"""Knowledge of models: their families, their experts, and how one is built without weights."""

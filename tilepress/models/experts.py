@@ -57,7 +57,9 @@ class SeparateExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an expert's weight belongs: the model's experts module (None if it has none such), which expert, which linear layer."""
+    """The place of an expert's weight: the model's experts module (None if it has none such), which expert, which
+    linear layer.
+    """
 
     experts: str | None
     number: str

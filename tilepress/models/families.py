@@ -1,4 +1,4 @@
-"""What is known of model families: one entry for each, and no table of names anywhere else.
+"""Knowledge of model families: one entry for each, and no table of names anywhere else.
 
 An entry tells the classes of a family, what its parts are called, what they compute, which scales may fold into what, and which passes of ours serve
 it. Calibration, fused INT8 layers, fused attention, the lean decode pass and tensor parallelism ask it; what they cannot do for a family they say in
@@ -20,7 +20,9 @@ HALVES, NEIGHBOURS, LEARNED = "halves", "neighbours", "learned"
 
 @dataclass(frozen=True)
 class Names:
-    """What the parts of a model are called; paths of a decoder layer's parts begin at the layer, those of `qkv`, `out` and `head_norms` at its attention."""
+    """The names of a model's parts; paths of a decoder layer's parts begin at the layer, those of `qkv`, `out` and
+    `head_norms` at its attention.
+    """
 
     body: str = "model"  # holds the embeddings, the layers and the final norm
     layers: str = "layers"
@@ -41,12 +43,12 @@ class Names:
 
     @property
     def merged_qkv(self) -> str:
-        """Where q, k and v are, or are put, as one product."""
+        """The path at which q, k and v are, or are put, as one product."""
         return f"{self.attention}.{self.qkv[0] if len(self.qkv) == 1 else 'qkv_proj'}"
 
     @property
     def merged_inner(self) -> str:
-        """Where a gate and what it gates are, or are put, as one product."""
+        """The path at which a gate and what it gates are, or are put, as one product."""
         return self.inner[0] if len(self.inner) == 1 else f"{self.inner[0].rpartition('.')[0]}.gate_up_proj"
 
 
@@ -82,7 +84,7 @@ class Family:
     limits: str = field(default="", kw_only=True)  # why some of these do not serve it, or not all of its models
 
     def class_names(self) -> dict[str, str]:
-        """Its qualified classes of a "model", "layer", "attention" and "norm"."""
+        """Qualified names of the family's classes of a "model", "layer", "attention" and "norm"."""
         folder = self.folder or self.model_type
         model, layer = self.suffixes
         kinds = {"model": model, "layer": layer, "attention": "Attention", "norm": "RMSNorm"}
@@ -90,7 +92,7 @@ class Family:
         return {kind: path + suffix for kind, suffix in kinds.items()} if self.prefix else {}
 
     def why_not(self, config) -> str | None:
-        """What a config has that our passes do not compute, or None."""
+        """Name what a config has that our passes do not compute, or return None."""
         return next((s.otherwise for s in self.settings if getattr(config, s.key, s.value) != s.value), None)
 
 
@@ -226,12 +228,12 @@ def family_of(module: object, kind: str) -> Family | None:
 
 
 def turns_neighbours(model_type: str) -> bool:
-    """Whether the RoPE of a model type turns neighbouring channels."""
+    """Return whether the RoPE of a model type turns neighbouring channels."""
     return model_type in _BY_TYPE and _BY_TYPE[model_type].positions == NEIGHBOURS
 
 
 def norm_offset(norm: object) -> float:
-    """What a norm adds to its weight before it multiplies: 1 in families whose norms are of 1 + w."""
+    """The number that a norm adds to its weight before it multiplies: 1 in families whose norms are of 1 + w."""
     family = family_of(norm, "norm")
     return 1.0 if family is not None and family.norm == RMS_PLUS_ONE else 0.0
 
@@ -242,7 +244,7 @@ def folded_norm(weight, divisors, offset: float):
 
 
 class Heads(NamedTuple):
-    """How many heads of queries, heads of keys and values, and channels of one."""
+    """The numbers of query heads, of KV heads, and of channels in one head."""
 
     count: int
     kv_count: int

@@ -23,7 +23,7 @@ ops = torch.ops.tilepress
 
 
 class Rope(NamedTuple):
-    """What happens to queries and keys before they are used: RMS norms over a head, then RoPE."""
+    """The treatment of queries and keys before they are used: RMS norms over a head, then RoPE."""
 
     cos: Tensor  # [rows, rotary / 2]
     sin: Tensor  # [rows, rotary / 2]

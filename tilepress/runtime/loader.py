@@ -1,4 +1,4 @@
-"""From a folder or hub id to a transformers model on a device.
+"""The loader: from a folder or hub id to a transformers model on a device.
 
 Shards are memory-mapped. On a CPU a model's tensors are those pages as long as their dtype stays; on a card each tensor goes there as it is read, and is
 converted and checked there: no host memory is filled but for the tensors that are under way.
@@ -98,7 +98,10 @@ def load(
 
 
 def is_int8(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is compressed-tensors INT8 that this package runs. Raises TilepressError for any other form of it."""
+    """Return whether a checkpoint is compressed-tensors INT8 that this package runs.
+
+    Raises TilepressError for any other form of it.
+    """
     config = checkpoint.config.get("quantization_config", {})
     return config.get("quant_method") == int8.METHOD and bool(int8.scheme_of(config))
 

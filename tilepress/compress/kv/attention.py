@@ -1,4 +1,5 @@
-"""What calibration sees of a model's attention: its shape, and statistics of queries, keys and values as the model computes them.
+"""Statistics of a model's attention for calibration: its shape, and statistics of queries, keys and values as the model
+computes them.
 
 Queries and keys are taken after RoPE. `Watch` makes the model's attention an ordinary one that shows what it gets.
 """

@@ -47,7 +47,7 @@ class KVCache(Recipe):
 
     @property
     def rotations(self) -> tuple[bool, ...]:
-        """What is tried."""
+        """The rotations that are tried."""
         if self.rotation == "auto" and self.bits == 4 and self.mode == "dynamic":
             return (False, True)
         return (self.rotation == "hadamard",)
@@ -82,7 +82,11 @@ class KVCache(Recipe):
         return {"kv_cache": sizes(self.form(shape.head_dim), shape.kv_heads * shape.layers)}
 
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
-        """One layer in float32, what is outside of layers twice, hidden states, the sampled keys and values and their candidates."""
+        """Estimate the peak memory in bytes.
+
+        It is one layer in float32, twice what is outside of layers, hidden states, and sampled keys and values with their
+        candidates.
+        """
         checkpoint, text = inputs.checkpoint, inputs.text
         shape, config = attention_shape(checkpoint, inputs.trust_remote_code), checkpoint.text_config
         elements = sum(entry.nbytes // entry.dtype.itemsize for entry in checkpoint.tensors.values())
@@ -139,6 +143,6 @@ def sizes(form: KVFormat, heads: int) -> dict:
 
 
 def told(facts: dict) -> dict:
-    """What the manifest says of a sidecar, from its facts."""
+    """The manifest's entry for a sidecar, from its facts."""
     kept = {key: facts[key] for key in ("rotation", "windows", "tokens", "report", "warnings")}
     return sizes(form_of(facts), facts["kv_heads"] * facts["layers"]) | kept

@@ -89,7 +89,7 @@ class Layer:
 
 
 class Visitor:
-    """What is done with each layer of a walk. Between layers a visitor keeps nothing but streams, which the walk knows of."""
+    """The work on each layer of a walk. Between layers a visitor keeps nothing but streams, which the walk knows of."""
 
     dtype: torch.dtype  # of hidden states between layers
     doing = "calibrating"  # what progress says before the layer's name
@@ -135,7 +135,7 @@ class Visitor:
 
 
 class Found:
-    """What a finished walk left in a folder; tensors are read when they are asked for. Picklable."""
+    """The files that a finished walk left in a folder; tensors are read when they are asked for. Picklable."""
 
     def __init__(self, folder: Path, name: str = CALIBRATION):
         self.folder, self.name = folder, name

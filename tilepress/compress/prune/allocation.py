@@ -1,4 +1,4 @@
-"""How much each weight is pruned, so that all of them together have exactly the zeros that were asked for.
+"""The sparsity of each weight, chosen so that all of them together have exactly the zeros that were asked for.
 
 `uniform` prunes all alike. `owl` (Yin et al. 2023, arXiv 2310.05175, section 3) prunes those decoder layers less that have more outliers:
 elements whose |weight| times the norm of their input exceeds five times the mean (of the weight; there, of the layer). `auto` measures: of a
@@ -96,7 +96,7 @@ def by_sensitivity(weights: dict[str, dict], elements: dict[str, int], sparsity:
         points[name] = (grid[1:] + grid[:-1]) / 2
 
     def at(price: float) -> dict[str, float]:
-        """Where each weight's next zero costs `price`."""
+        """Return the sparsities at which each weight's next zero costs `price`."""
         found = {}
         for name, slope in slopes.items():
             i = int(torch.searchsorted(slope, price))

@@ -1,4 +1,4 @@
-"""What pruning with calibration text takes on a CPU, from the headers alone: what `--dry-run` says.
+"""Memory that pruning with calibration text takes on a CPU, estimated from the headers alone for `--dry-run`.
 
 Three times in a run may be the highest: when an allocation surveys the dense model (survey.py), when layers are pruned (layer_pruning.py),
 and when the result is written. Each is a sum of what is held together there, and the largest of what comes one after the other. With

@@ -133,7 +133,7 @@ class Prune(Recipe):
         return 1 - self.sparsity
 
     def count(self, elements: int) -> int:
-        """How many of so many elements are pruned."""
+        """Return how many of so many elements are pruned."""
         return round(self.sparsity * elements)
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
@@ -147,7 +147,8 @@ class Prune(Recipe):
         return max(writing, pruning_memory.peak_bytes(self.calibrating, inputs, targets))
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
-        """For `global` the threshold over all targets, for methods that calibrate the pruned weights; else nothing.
+        """Return, for `global`, the threshold over all targets, for methods that calibrate the pruned weights; else
+        nothing.
 
         Each shard's histogram, and each layer's pruned weights, are files."""
         if self.calibrates:
@@ -217,9 +218,8 @@ class Prune(Recipe):
             pruned, stats = prune_rows(weight, self.count(target.cols), target.name)
         elif self.scope == "global":
             shard = state["shard"][target.name]
-            ties = state["ties_left"].setdefault(
-                target.name, state["ties"][shard]
-            )  # recovery asks for a weight more than once
+            # Recovery asks for a weight more than once.
+            ties = state["ties_left"].setdefault(target.name, state["ties"][shard])
             pruned, stats = prune(weight, Threshold(state["key"], ties, state["wide"]))
             state["ties"][shard] = min(state["ties"][shard], ties - stats.ties)
         else:
@@ -248,7 +248,7 @@ class Prune(Recipe):
 
     @classmethod
     def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
-        """How the zeros were chosen, and what speaks against that unless they were trained around since."""
+        """Describe how the zeros were chosen, and warn unless the model was trained around them since."""
         number = next(i for i, step in enumerate(steps) if cls.made(step))
         method, sparsity = (steps[number]["settings"][key] for key in ("method", "sparsity"))
         told = []

@@ -1,4 +1,6 @@
-"""What pruning with calibration text has to know of a recipe: the allocation, the survey, the solvers and the estimate of memory read it."""
+"""Settings that pruning with calibration text reads from a recipe: the allocation, the survey, the solvers and the
+estimate of memory read it.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""What an allocation wants to know of a dense model before anything is pruned: outliers, and how much the model loses by each input's weights.
+"""The survey of a dense model for an allocation, before anything is pruned: outliers, and how much the model loses by
+each input's weights.
 
 The survey walks over a few windows. For every input of a layer a variant of the hidden states branches off, computed with only that input's
 weights pruned (by wanda, at the sparsity that was asked for). It runs through all later dense layers as a stream beside the others. In the

@@ -1,4 +1,4 @@
-"""What a linear layer's input looked like over the calibration text, and the static range that an observer makes of it.
+"""Statistics of a linear layer's input over the calibration text, and the static range that an observer makes of it.
 
 Ranges: `minmax` covers everything; `percentile` leaves out the share 1 - p of the values (half of it on each side where the range is
 asymmetric); `mse` takes the range with the least mean squared rounding and clipping error, on a grid. The last two look at a histogram of
@@ -24,7 +24,7 @@ HISTOGRAM_BYTES = 8 * _BINS
 
 @dataclass(frozen=True)
 class Observer:
-    """How a static range is chosen. Raises UsageError for an unknown name or a percentile out of range."""
+    """The method that chooses a static range. Raises UsageError for an unknown name or a percentile out of range."""
 
     name: str = "mse"
     percentile: float = 99.999
@@ -49,7 +49,9 @@ class Observer:
 
 @dataclass
 class InputStats:
-    """What was seen of one input [tokens, channels]; memory is two rows, up to twice `max_rows` sampled rows and the histogram."""
+    """Statistics of one input [tokens, channels]; memory is two rows, up to twice `max_rows` sampled rows and the
+    histogram.
+    """
 
     max_rows: int
     seed: int

@@ -47,7 +47,7 @@ class Calibration(Found):
         return self.get(f"divisors:{name}")
 
     def offset(self, name: str) -> float:
-        """What a norm adds to its weight before it multiplies."""
+        """The number that a norm adds to its weight before it multiplies."""
         found = self.get(f"offset:{name}")
         return 0.0 if found is None else float(found)
 

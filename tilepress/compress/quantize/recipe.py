@@ -238,7 +238,8 @@ class Quantize(Recipe):
 
 
 def report(tensors: list[dict], calibration: dict | None) -> dict:
-    """How well each weight came through: {"layers": [{name, snr_db, clip_share, output_error}, …], "worst": five names}.
+    """Report how well each weight came through: {"layers": [{name, snr_db, clip_share, output_error}, …], "worst": five
+    names}.
 
     `snr_db` is of the weight, `clip_share` of its input's values (None unless static), `output_error` relative on calibration text (None
     without). Worst first by output error where there is one, else by SNR.

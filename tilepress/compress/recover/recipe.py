@@ -182,7 +182,7 @@ class Recover(Settings, Recipe):
 
     @classmethod
     def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
-        """What training brought, unless the model was pruned once more since."""
+        """Describe what training gained, unless the model was pruned once more since."""
         rows = []
         if "recovery" in manifest:
             rows.append(f"| recovered | by distillation from the dense model, {_brought(manifest['recovery'])} |")
@@ -197,7 +197,7 @@ class Recover(Settings, Recipe):
 
 
 def _brought(told: dict) -> str:
-    """What training saw, and what it brought on text that was held out."""
+    """Tell which text training saw, and what it gained on held-out text."""
     if told["way"] == "blocks":
         last = told["layers"][-1]
         return (
@@ -208,7 +208,10 @@ def _brought(told: dict) -> str:
 
 
 def _text(plan: Plan, recipe: Recover) -> tuple[list[int], Stream]:
-    """As many tokens as training will see, as far as the text has them. Raises UsageError for less than two windows."""
+    """Read as many tokens as training will see, as far as the text has them.
+
+    Raises UsageError for less than two windows.
+    """
     text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
     needed = text.nsamples * text.seqlen if recipe.blocks else _MOST_TOKENS
     needed = min(recipe.tokens(text), needed) + HELD_OUT * text.seqlen
@@ -279,7 +282,7 @@ def recover(
 def _pair(
     plan: Plan, recipe: Recover, source: Checkpoint, base: Checkpoint, inner: dict, device: str
 ) -> tuple[Pair, dict[str, torch.dtype]]:
-    """Both models, without their layers' weights yet, and the dtype that each tensor is stored in."""
+    """Return both models, without their layers' weights yet, and the dtype that each tensor is stored in."""
     targets, stored = plan.targets, plan.targets[0].dtype
     student = LayerByLayer(source, targets, device, torch.float32, recipe.dtype, plan.trust_remote_code)
     theirs, _ = find_targets(base, (), plan.trust_remote_code)

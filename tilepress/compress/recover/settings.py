@@ -18,7 +18,7 @@ KEPT_ACTIVATIONS = 4 << 30  # bytes; layers that would keep more for the way bac
 
 @dataclass(frozen=True)
 class Settings:
-    """What training is asked for. Raises UsageError for a setting that makes no sense."""
+    """Settings of a training run. Raises UsageError for a setting that makes no sense."""
 
     steps: int  # of training; with `blocks` for each layer
     batch: int = 16  # windows of a step
@@ -90,7 +90,10 @@ def keeps_activations(checkpoint: Checkpoint, targets: list[Target], tokens: int
 
 
 def memory_bytes(inputs: Inputs, targets: list[Target], settings: Settings, way: str, device: str) -> int:
-    """On the device, about, of training the whole model or block by block on a card or the CPU, without what torch itself takes."""
+    """Estimate the device memory of training, in bytes, for the whole model or block by block.
+
+    Torch's own memory is left out.
+    """
     checkpoint, text = inputs.checkpoint, inputs.text
     kept = sum(target.elements for target in targets)
     entries = [entry for name, entry in checkpoint.tensors.items() if name not in {t.name for t in targets}]

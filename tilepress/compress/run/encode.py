@@ -1,4 +1,4 @@
-"""What a recipe makes of a weight, and the layout that a command was asked to store it in."""
+"""The compressed form of a weight, and the layout that a command was asked to store it in."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,9 @@ from tilepress.formats.stripes import nonzeros
 
 @dataclass
 class Compressed:
-    """What a recipe makes of a weight: its values [rows, cols], what the manifest says of it, small tensors stored beside it by name."""
+    """The result of a recipe for one weight: its values [rows, cols], what the manifest says of it, small tensors
+    stored beside it by name.
+    """
 
     weight: Tensor
     record: dict
@@ -18,7 +20,8 @@ class Compressed:
 
 
 class AutoLayout(Layout):
-    """For each weight the layout that serves it best, by its share of zeros; for int8 codes the sparse one that holds them.
+    """Choose for each weight the layout that serves it best, by its share of zeros; for int8 codes the sparse one that
+    holds them.
 
     Where the layouts cross is measured: docs/kernels/tiled_bitmap_spmm.md.
     """

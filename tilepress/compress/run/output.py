@@ -107,7 +107,7 @@ def _check_sources(plan: Plan) -> None:
 
 
 def _own_files(out: Path) -> list[Path]:
-    """What tilepress wrote into a folder: what a manifest lists, or the parts of an unfinished run."""
+    """List the files that tilepress wrote into a folder: those a manifest lists, or the parts of an unfinished run."""
     if (out / MANIFEST_NAME).exists():
         try:
             names = [file["name"] for file in read_manifest(out)["files"]]

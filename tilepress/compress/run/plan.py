@@ -1,4 +1,4 @@
-"""What a run will do, from the headers alone: recipes, shards, sizes."""
+"""The plan of a run, made from the headers alone: recipes, shards, sizes."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ _WEIGHT_SUFFIXES = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a recipe is applied to."""
+    """The inputs of a recipe: the checkpoint, and the text if it reads any."""
 
     checkpoint: Checkpoint
     text: Text | None = None  # to calibrate or to train with, its `seqlen` settled
@@ -48,14 +48,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a recipe adds to a model card: rows of the table, and paragraphs below it."""
+    """A recipe's part of a model card: rows of the table, and paragraphs below it."""
 
     rows: tuple[str, ...] = ()
     paragraphs: tuple[str, ...] = ()
 
 
 class Recipe:
-    """What a command does to each target, and what is told of it. Picklable; everything that changes the result is in `settings`."""
+    """The treatment of each target by a command, and the words for its results.
+
+    Picklable; everything that changes the result is in `settings`.
+    """
 
     command: str  # as in `tilepress compress prune`
     ignore: tuple[str, ...] = ()  # patterns of layers that are left alone
@@ -127,7 +130,7 @@ class Recipe:
         return {}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
-        """What becomes of a target [rows, cols]. The writer asks once for each target of a shard."""
+        """Compress a target [rows, cols]. The writer asks once for each target of a shard."""
         raise NotImplementedError
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:

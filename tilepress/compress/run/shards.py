@@ -41,7 +41,9 @@ def run_shards(
 def run_parallel(
     plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
 ) -> dict[str, float]:
-    """Like `run_shards`, with so many local processes that each take a shard at a time; cards are dealt round-robin. Seconds are those of all of them."""
+    """Run shards as `run_shards` does, in so many local processes that each take a shard at a time; cards are dealt
+    round-robin. Seconds are those of all of them.
+    """
     stages = Stages(device)
     with stages.of("prepare"):
         state = plan.recipe.prepare(plan, rank, device, progress)

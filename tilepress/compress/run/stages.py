@@ -1,4 +1,4 @@
-"""Where the time of a run goes: seconds of each stage."""
+"""The time that a run takes: seconds of each stage."""
 
 import time
 from collections.abc import Iterable, Iterator

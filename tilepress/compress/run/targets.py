@@ -1,4 +1,4 @@
-"""Which stored tensors are linear weights, and why the others are left alone.
+"""The stored tensors that are linear weights, and the reasons why others are left alone.
 
 The model is built on the meta device (no memory, no weights) and its modules say what each stored name is: `nn.Linear`, GPT-2's
 `Conv1D` (stored transposed), an embedding, a norm. Experts of a mixture are stored one by one under `….experts.N.` even where
@@ -40,7 +40,7 @@ class Target:
         return self.rows * self.cols
 
     def form(self, dtype: torch.dtype | None = None) -> Form:
-        """What it stands for, in another dtype if one is given."""
+        """The matrix that the tensor stands for, in another dtype if one is given."""
         return Form(self.rows, self.cols, dtype or self.dtype, self.transposed)
 
 

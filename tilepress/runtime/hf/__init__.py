@@ -1,1 +1,1 @@
-"""What makes transformers load and run artifacts: the quantizer plug-in, the paged cache, fused layers."""
+"""The parts that make transformers load and run artifacts: the quantizer plug-in, the paged cache, fused layers."""

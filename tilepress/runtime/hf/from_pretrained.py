@@ -1,4 +1,6 @@
-"""What `import tilepress.hf` adds to transformers' from_pretrained beside the quantizer of plugin.py: INT8 checkpoints, and the calibrated cache."""
+"""Additions of `import tilepress.hf` to transformers' from_pretrained, beside the quantizer of plugin.py: INT8
+checkpoints, and the calibrated cache.
+"""
 
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -10,7 +12,9 @@ from tilepress.runtime.hf.plugin import TilepressConfig, register
 
 
 class _CompressedTensors(CompressedTensorsConfig):
-    """What transformers finds for `quant_method: compressed-tensors`: it chooses between our quantizer and the stock one."""
+    """The quantizer class that transformers finds for `quant_method: compressed-tensors`: it chooses between our
+    quantizer and the stock one.
+    """
 
     @classmethod
     def from_dict(cls, config_dict, *args, **kwargs):

@@ -81,6 +81,8 @@ def forward(
 
 
 def _serves(hidden_states: Tensor, cache) -> bool:
-    """Whether the op serves a pass: it has no gradients (`Cache.update` refuses them), and takes one dtype, which autocast mixes."""
+    """Return whether the op serves a pass: it has no gradients (`Cache.update` refuses them), and takes one dtype,
+    which autocast mixes.
+    """
     trains = cache.trains() and torch.is_grad_enabled()
     return hidden_states.dtype in KINDS and not trains and not torch.is_autocast_enabled(hidden_states.device.type)

@@ -15,7 +15,7 @@ from tilepress.runtime.linear.int8 import Int8Linear, MergedInt8Linear, mergeabl
 
 
 class _Slice(nn.Module):
-    """Where a projection was: takes its part of what the merged one gave."""
+    """The stand-in where a projection was: takes its part of what the merged one gave."""
 
     def __init__(self, first: int, end: int):
         super().__init__()
@@ -48,14 +48,16 @@ def fuse(model: nn.Module) -> int:
 
 
 def _stays(layer: nn.Module) -> bool:
-    """On one device, and not where accelerate moves tensors and calls forward itself."""
+    """Return whether a layer stays on one device: accelerate moves no tensors and does not call forward itself."""
     places = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
     moved = torch.device("meta") in places or any(hasattr(m, "_hf_hook") for m in layer.modules())
     return len(places) == 1 and not moved
 
 
 def _fits(layer: nn.Module, family: Family) -> bool:
-    """Whether all linear layers multiply codes, those of one input as one, and norms and activation are what the entry says."""
+    """Return whether all linear layers multiply codes, those of one input as one, and norms and activation are what the
+    entry says.
+    """
     names, attention = family.names, part(layer, family.names.attention)
     groups = [[getattr(attention, name) for name in names.qkv], [part(layer, path) for path in names.inner]]
     alone = [getattr(attention, names.out), part(layer, names.outer)]

@@ -251,7 +251,7 @@ def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
 
 @dataclass
 class KVState:
-    """What a model's attention modules know of the cache: one object that all share."""
+    """The cache's state for a model's attention modules: one object that all share."""
 
     calibration: KVCalibration
     mode: str = "cache"  # cache: of passes that keep one | sim: passes without a cache quantize and dequantize | off

@@ -1,4 +1,5 @@
-"""How transformers' from_pretrained learns to load an artifact (transformers 5, `quant_method: tilepress`).
+"""The quantizer plug-in with which transformers' from_pretrained loads an artifact (transformers 5, `quant_method:
+tilepress`).
 
 Before the weights are read, the shards' headers tell which weights are packed and how large; their modules are replaced on the
 meta device by packed ones with the same names and exact shapes. From there the ordinary loader does everything: shards,

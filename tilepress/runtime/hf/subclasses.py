@@ -22,6 +22,6 @@ def _subclass(kind: type, forward: Callable, prefix: str) -> type:
 
 
 def _empty(kind: type, forward: Callable, prefix: str) -> nn.Module:
-    """For unpickling: the class is made anew."""
+    """Make the class anew, for unpickling."""
     made = _subclass(kind, forward, prefix)
     return made.__new__(made)

@@ -1,4 +1,5 @@
-"""What stands between the products of a decoder layer: norms and activations, as the linear layer behind them wants its input.
+"""The steps between the products of a decoder layer: norms and activations, as the linear layer behind them wants its
+input.
 
 A layer that multiplies int8 codes gets them from the norm or activation itself where there is such an op (kernels/fused_quant.py), other layers get
 floating numbers (kernels/fused_norm.py). Norms of 1 + w round once, after the product; the ops round before it. So such norms run by their own
@@ -24,12 +25,12 @@ _OPS = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_
 
 
 def takes_codes(linear: nn.Module) -> bool:
-    """Whether a layer multiplies int8 codes, and so can get them from what makes its input."""
+    """Return whether a layer multiplies int8 codes, and so can get them from what makes its input."""
     return isinstance(linear, Int8Linear) and linear.scheme.activations != "none"
 
 
 def quantizes_by(linear: Int8Linear, columns: int, device: torch.device, dtype: torch.dtype) -> Path:
-    """Which implementation gives a layer its codes."""
+    """The implementation that gives a layer its codes."""
     one_scale = linear.mode == fused_quant.PER_TENSOR and linear.static[0] is None
     return fused_quant.path(device, dtype, columns, one_scale)
 
@@ -43,11 +44,11 @@ class Norm:
 
     @property
     def has_ops(self) -> bool:
-        """Whether our ops compute what the module does."""
+        """Return whether our ops compute what the module does."""
         return self.style != families.RMS_PLUS_ONE
 
     def fits(self) -> bool:
-        """Whether the module is what the entry says."""
+        """Return whether the module is what the entry says."""
         module = self.module
         plain = type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
         return plain or self.style != families.LAYER
@@ -75,7 +76,7 @@ class Norm:
         return normal(x, residual, *self._rest, linear.mode, *linear.static)
 
     def into(self, linear: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What a linear layer makes of the norm of x + residual, and the sum."""
+        """Return a linear layer's output for the norm of x + residual, and that sum."""
         if takes_codes(linear):
             *codes, total = self.codes(x, residual, linear)
             return linear.multiply(*codes, x.dtype), total
@@ -83,7 +84,7 @@ class Norm:
         return linear(normal), total
 
     def paths(self, linear: nn.Module | None, device: torch.device, dtype: torch.dtype) -> Iterator[Path | str]:
-        """Which implementations serve the norm before a linear layer; None: one that takes floating numbers."""
+        """The implementations that serve the norm before a linear layer; None: one that takes floating numbers."""
         columns = len(self.module.weight)
         if not self.has_ops:
             yield f"torch norm on {device.type}"
@@ -109,17 +110,17 @@ class Activation:
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family) -> "Activation":
-        """That of a decoder layer."""
+        """Return the activation of a decoder layer."""
         return cls(part(layer, family.names.activation), family.gated)
 
     @property
     def is_silu_gate(self) -> bool:
-        """Whether silu_mul computes it."""
+        """Return whether silu_mul computes it."""
         return self.gated and isinstance(self.function, nn.SiLU | type(ACT2FN["silu"]))
 
     @property
     def op_name(self) -> str | None:
-        """What ops.activation_int8 calls it, if it knows it."""
+        """The name that ops.activation_int8 has for the activation, if it knows one."""
         names = (ours for theirs, ours in _OPS.items() if type(self.function) is type(ACT2FN[theirs]))
         return None if self.gated else next(names, None)
 
@@ -133,7 +134,7 @@ class Activation:
         return self.function(gate.contiguous()) * up
 
     def into(self, linear: nn.Module, inner: Tensor) -> Tensor:
-        """What a linear layer makes of it."""
+        """Return a linear layer's output for the activation of its input."""
         if not takes_codes(linear):
             return linear(self(inner))
         if self.is_silu_gate:
@@ -145,7 +146,7 @@ class Activation:
         return linear.multiply(*linear.codes(made), inner.dtype)
 
     def paths(self, linear: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Path | str]:
-        """Which implementations serve the activation before a linear layer."""
+        """The implementations that serve the activation before a linear layer."""
         columns = getattr(linear, "in_features", 0)  # a module around a linear layer may not tell
         if takes_codes(linear):
             if not self.is_silu_gate and self.op_name is None:

@@ -203,12 +203,12 @@ def _split(module: MergedInt8Linear, state: dict, prefix: str, _) -> None:
 
 
 def quantizes(linear: nn.Module) -> bool:
-    """Whether a layer multiplies codes, and so can take them from what makes its input."""
+    """Return whether a layer multiplies codes, and so can take them from what makes its input."""
     return type(linear) is Int8Linear and linear.scheme.activations != "none"
 
 
 def mergeable(linears: list[nn.Module]) -> bool:
-    """Whether linear layers can be one GEMM: all W8A8, of one scheme and one input scale."""
+    """Return whether linear layers can be one GEMM: all W8A8, of one scheme and one input scale."""
     if not all(quantizes(linear) and not linear.transposed for linear in linears):
         return False
     if len({(linear.scheme, linear.in_features) for linear in linears}) > 1:

@@ -27,7 +27,7 @@ class _Dense(nn.Module):
 
 
 class _Separate(nn.Module):
-    """Each by itself, the outputs side by side."""
+    """Linear layers that run one after the other, their outputs side by side."""
 
     def __init__(self, linears: list[nn.Module]):
         super().__init__()

@@ -95,7 +95,10 @@ class TensorParallel:
 
 
 def parts(count: int, size: int) -> list[int]:
-    """Where the ranks' parts of so many features begin, and the end: whole tiles, numbers of them that differ by one at most."""
+    """Return where the ranks' parts of so many features begin, and the end.
+
+    Parts are whole tiles, whose numbers differ by one at most.
+    """
     unit = TILE if count >= TILE * size else 1
     units = -(-count // unit)
     return [min(count, rank * units // size * unit) for rank in range(size)] + [count]

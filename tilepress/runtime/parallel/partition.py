@@ -1,5 +1,5 @@
-"""Which part of each layer is a rank's, and that part of a layer that is whole: in files (sharding.py) or in memory (bench/shapes.py).
-Numbers are taken as they are, nothing is packed or quantized again.
+"""The part of each layer that is a rank's, cut from a layer that is whole: in files (sharding.py) or in memory
+(bench/shapes.py). Numbers are taken as they are, nothing is packed or quantized again.
 
     dense, INT8   rows or columns of the matrix; scales of rows with the rows, of tensors and inputs as they are
     sparse        tiles are stored row block by row block: rows of a layer are one range of words, columns one range in each row block
@@ -147,7 +147,9 @@ class Partition:
         return replace(calibration, kv_heads=heads.own_kv[1] - heads.own_kv[0], layers=layers)
 
     def finish(self, model: nn.Module) -> None:
-        """What is left when all layers are in their places: the output head, and what the model's own modules and caches know of heads."""
+        """Finish a model when all layers are in their places: the output head, and what the model's own modules and
+        caches know of heads.
+        """
         if getattr(model.config, "tie_word_embeddings", False):
             first, end = self.linears["lm_head"].rows
             head = nn.Linear(model.lm_head.in_features, end - first, bias=False, device="meta")
@@ -201,7 +203,7 @@ class Whole:
 
     @classmethod
     def of(cls, name: str, linear: nn.Module) -> "Whole":
-        """One in memory."""
+        """Return a layer that is in memory."""
 
         def read(part: str, *index: slice) -> Tensor:
             return getattr(linear, part)[index]

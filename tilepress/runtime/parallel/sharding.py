@@ -19,7 +19,8 @@ from tilepress.runtime.parallel.partition import VERIFY, Partition, Whole
 def load(
     path: str, group: TensorParallel, dtype: str | torch.dtype = "auto", revision: str | None = None, kv: bool = True
 ) -> nn.Module:
-    """This rank's part of a dense checkpoint or artifact, on the group's device; arguments as those of runtime/loader.load.
+    """Load this rank's part of a dense checkpoint or artifact, on the group's device; arguments as those of
+    runtime/loader.load.
 
     Raises UsageError for an architecture that the lean pass does not know, and heads that cannot be shared; TilepressError for a damaged checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
