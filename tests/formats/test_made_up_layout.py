@@ -77,7 +77,7 @@ def test_verify_passes_and_finds_a_damaged_word(source, made, tmp_path, cli):
     first = 8 + length + header[name]["data_offsets"][0]
     data[first + 12 : first + 16] = data[first + 8 : first + 12]  # the fourth place becomes the third
     shard.write_bytes(data)
-    findings = {check.name: check.findings for check in verify(broken) if not check.passed}
+    findings = {check.name: check.findings for check in verify(broken).checks if not check.passed}
     assert "files and hashes" in findings
     assert findings["weights as declared"] == (f"{name.removesuffix('_places')}: places do not rise within the matrix",)
     with pytest.raises(TilepressError, match="places do not rise"):
