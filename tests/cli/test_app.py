@@ -89,7 +89,7 @@ def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
     ran = cli("demo", "-o", tmp_path / "demo", "--sparsity", "0.5,0.6")
     assert ran.code == 0, ran.err
     # Seconds, or CPU seconds: others may keep the machine busy, or many threads may wait.
-    assert min(time.monotonic() - started[0], time.process_time() - started[1]) < 35
+    assert min(time.monotonic() - started[0], time.process_time() - started[1]) < 120
     lines = [line.split() for line in ran.out.splitlines() if line.startswith("  magnitude")]
     perplexities = [float(line[6]) for line in lines]
     assert len(lines) == 2 and perplexities == sorted(perplexities)
