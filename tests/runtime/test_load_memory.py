@@ -33,7 +33,7 @@ def watch():
 for load in loads:
     device, dtype, path = json.loads(load)
     seen, ended = [anonymous()], threading.Event()
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     model = tilepress.runtime.loader.load(path, device=device, dtype=dtype)
     ended.set()

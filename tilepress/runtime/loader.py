@@ -28,11 +28,12 @@ def load(
 ):
     """Load a dense checkpoint or an artifact as a transformers causal language model in evaluation mode.
 
-    The linears of an artifact's packed weights are `PackedLinear`; decoder layers of the Llama kind share quantized inputs
-    (hf/int8_layers.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of activations and dense weights
-    ("auto": the checkpoint's); packed values keep theirs. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
-    `kv` is False. Further arguments go to from_pretrained (`attn_implementation`;
-    `device_map` needs accelerate). Of ranks that share the model each gives their `group` and gets its part, on the group's device
+    The linears of an artifact's packed weights are `PackedLinear`; decoder layers of the Llama kind share quantized
+    inputs (hf/int8_layers.py). INT8 checkpoints of compressed-tensors load whoever wrote them. `dtype` is that of
+    activations and dense weights ("auto": the checkpoint's); packed values keep theirs. The device `meta` gives the
+    model without its weights. An artifact with a calibrated attention cache (`compress kv`) generates with it, unless
+    `kv` is False. Further arguments go to from_pretrained (`attn_implementation`; `device_map` needs accelerate).
+    Of ranks that share the model each gives their `group` and gets its part, on the group's device
     (parallel/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture, device or dtype.
     """
@@ -45,7 +46,8 @@ def load(
             )
         return sharding.load(path, group, dtype, revision, kv)
     register()
-    device, chosen = find_device(device), getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    device = "meta" if str(device) == "meta" else find_device(device)
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in ("auto", None) and not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
         raise UsageError(f"the dtype {dtype!r} is none to compute in", "use auto, bfloat16, float16 or float32")
     folder = locate(str(path), revision)
