@@ -375,7 +375,7 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     part = tmp_path / "part.txt"
-    part.write_text(json.loads(text.read_text().splitlines()[0])["text"] * 3)
+    part.write_text(json.loads(text.read_text().splitlines()[0])["text"])
     text = part
     words = ("compress", "prune", tiny, "-o", tmp_path / "out", "--sparsity", "0.5,0.3", "--eval-dataset", text)
     assert cli(*words).code == 2
