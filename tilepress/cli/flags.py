@@ -65,6 +65,10 @@ Seqlen = Annotated[
     int | None,
     typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
 ]
+Bos = Annotated[
+    str,
+    typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
+]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Card = Annotated[
     str, typer.Option(metavar="any|h100|h200", help="The card that will run it: decides how bitmaps group their bits.")
@@ -136,12 +140,12 @@ def takes(flags: type) -> Callable:
     return decorate
 
 
-def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int) -> "Text":
+def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int, bos: str) -> "Text":
     """Return the text that the flags ask for; what is not given has its default."""
     from tilepress.text import Text
 
     given = {"dataset": dataset, "nsamples": nsamples, "seqlen": seqlen}
-    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed)
+    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed, bos=bos)
 
 
 def parse_dtype(name: str):

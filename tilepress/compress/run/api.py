@@ -22,7 +22,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
 from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
-from tilepress.text import Text
+from tilepress.text import Text, load_tokenizer
 
 Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
 
@@ -181,7 +181,7 @@ def plan(
     if dataset is not None and recipe.refuses_text:
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
     checkpoint = open_model(model, revision)
-    text = text_for(recipe, dataset, checkpoint)
+    text = text_for(recipe, dataset, checkpoint, trust_remote_code)
     return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), _folder(output), recipe))
 
 
@@ -191,12 +191,12 @@ def _folder(output: str | Path) -> Path:
     return Path(output)
 
 
-def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint) -> Text | None:
-    """Return the text that a recipe gets, its windows fitted to the model; None for one that reads none."""
+def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint, trust: bool) -> Text | None:
+    """Return the text that a recipe gets, its windows fitted to the model and its tokenizer; None for one that reads none."""
     if recipe.refuses_text or (dataset is None and not recipe.needs_text):
         return None
     text = Text() if dataset is None else dataset if isinstance(dataset, Text) else Text(str(dataset))
-    return text.fitted(checkpoint.text_config)
+    return text.fitted(checkpoint.text_config, load_tokenizer(checkpoint.path, trust))
 
 
 def _counted(progress: Report | None, total: int) -> Callable[[str, int], None]:
@@ -243,7 +243,7 @@ def _stack(
     steps = Path(f"{os.path.abspath(output)}.steps")
     check_place(steps, model.path)
     recipes = [recipe.after(model).settled() for recipe in recipes]
-    texts = [text_for(recipe, dataset, model) for recipe in recipes]
+    texts = [text_for(recipe, dataset, model, trust) for recipe in recipes]
     if dataset is not None and not any(texts):
         raise UsageError("none of the recipes reads text, but a dataset is given", "leave it out")
     if output.exists() and any(output.iterdir()) and not (how["resume"] or how["overwrite"]):
