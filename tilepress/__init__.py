@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilepress.eval.verify import verify
     from tilepress.runtime.decode.generation import decode
     from tilepress.runtime.loader import load
+    from tilepress.sampling import sample
     from tilepress.text import Text
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "load": "runtime.loader",
     "perplexity": "eval.perplexity",
     "plan": "compress.run.api",
+    "sample": "sampling",
     "verify": "eval.verify",
 }
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "load",
     "perplexity",
     "plan",
+    "sample",
     "verify",
 ]
 

@@ -12,7 +12,7 @@ import glob
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 _BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
 _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
+SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8
 BOS = ("auto", "always", "never")  # whether windows begin with it
 
 
@@ -195,18 +196,22 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
 class Text:
     """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, of which the first is the BOS if `bos` says so (`window_start`).
 
-    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`. `seqlen` is 2048 unless given, or what
-    the model's positions allow. Raises UsageError for a number that is too small or an unknown `bos`."""
+    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the model
+    writes, which `tilepress.sample` makes before a recipe reads it. `seqlen` is 2048 unless given, or what the model's positions allow.
+    Raises UsageError for a number that is too small or an unknown `bos`."""
 
     dataset: str = CALIBRATION
     nsamples: int = 128
     seqlen: int | None = None
     seed: int = 0
     bos: str = "auto"  # auto | always | never
+    file: Path | None = field(default=None, repr=False, compare=False)  # where sampled text is
 
     def __post_init__(self):
         check_kinds(self)
         _check_bos(self.bos)
+        if (temperature := self.temperature) is not None and not 0 < temperature < 100:
+            raise UsageError(f"--dataset {self.dataset} has no temperature", "write self, or self:0.8")
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
@@ -221,15 +226,37 @@ class Text:
         refused = self.bos == "never" and bool(window_start(tokenizer))
         return replace(self, seqlen=seqlen, bos="always" if start else "never" if refused else "auto")
 
+    @property
+    def temperature(self) -> float | None:
+        """That of text which the model writes, NaN for one that is no number; None for other text."""
+        if self.dataset != SELF and not self.dataset.startswith(f"{SELF}:"):
+            return None
+        try:
+            return float(self.dataset.removeprefix(SELF).removeprefix(":") or 1.0)
+        except ValueError:
+            return float("nan")
+
+    @property
+    def source(self) -> str:
+        """What `documents` reads. Raises UsageError for text that the model has not written yet."""
+        if self.temperature is not None and self.file is None:
+            raise UsageError(
+                "the model has not written its text: compression does not run it",
+                "give dataset=tilepress.sample(MODEL).text",
+            )
+        return str(self.file or self.dataset)
+
     def described(self) -> dict:
         """Return what a manifest says of the text; `bos` where the tokenizer adds one or one was asked for."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
+        told = asdict(self)
+        del told["file"]
+        return {name: value for name, value in told.items() if (name, value) != ("bos", "auto")}
 
     def windows(self, tokenizer) -> list[list[int]]:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
         start = window_start(tokenizer, self.bos)
         step = self.seqlen - len(start)
-        ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed, special_tokens=False)
+        ids = token_ids(tokenizer, self.source, self.nsamples * step, seed=self.seed, special_tokens=False)
         windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
         if len(windows) > self.nsamples and len(windows[-1]) < self.seqlen:
             windows.pop()

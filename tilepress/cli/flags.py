@@ -55,8 +55,9 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Dataset = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE|HUB_ID",
-        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].  [default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
+        metavar="FILE|HUB_ID|self",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE]: the model writes it.  "
+        "[default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
         show_default=False,
     ),
 ]

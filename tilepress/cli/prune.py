@@ -24,7 +24,7 @@ from tilepress.cli.flags import (
     reading,
     takes,
 )
-from tilepress.cli.making import Words, make, plan_text, result_text, say_next, zeros_text
+from tilepress.cli.making import Words, make, own_text, plan_text, result_text, say_next, zeros_text
 from tilepress.cli.terminal import Bar, quiet_libraries, say, table
 from tilepress.formats import UsageError
 
@@ -131,7 +131,7 @@ def prune(
         _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, bos, how)
         return
     if recover:
-        if method == "magnitude" and nsamples is not None and not blocks:
+        if method == "magnitude" and nsamples is not None and not blocks and text.temperature is None:
             raise UsageError(
                 "--nsamples is given, but training of the whole model takes all of the text",
                 "leave it out, or add --blocks",
@@ -153,6 +153,7 @@ def _sweep(
     quiet_libraries()
     for warning in dict.fromkeys(warning for recipe in recipes for warning in recipe.warnings()):
         say(f"warning: {warning}")
+    text = text and own_text(model, text, how, how.revision)
     with Bar("sweep", how.quiet) as bar:
         found = sweep(
             model,

@@ -44,7 +44,7 @@ def recover(
         float, typer.Option(metavar="SHARE", help="Of input tokens, replaced by random ones for both models.")
     ] = 0.0,
     blocks: Blocks = False,
-    nsamples: Annotated[int, typer.Option(help="With --blocks: windows of text.")] = 128,
+    nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
     seed: Seed = 0,
     bos: Bos = "auto",
     save_every: Annotated[float, typer.Option(metavar="MINUTES", min=0, help="For --resume: keep the state.")] = 5.0,
@@ -65,7 +65,7 @@ def recover(
         steps, batch, micro_batch, lr, hidden_loss, train, blocks, noise, base, save_every_s=60 * save_every
     )
     text = reading(dataset, nsamples, seqlen, seed, bos)
-    if make(model, output, recipe, text, how, Words("recovering", _result_text, plan_text)):
+    if make(model, output, recipe, text, how, Words("recovering", _result_text, plan_text), base):
         say_next(output, base, how)
 
 

@@ -215,7 +215,7 @@ def _text(plan: Plan, recipe: Recover) -> tuple[list[int], Stream]:
     text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
     needed = text.nsamples * text.seqlen if recipe.blocks else _MOST_TOKENS
     needed = min(recipe.tokens(text), needed) + HELD_OUT * text.seqlen
-    ids = token_ids(tokenizer, text.dataset, needed, seed=text.seed, special_tokens=False)
+    ids = token_ids(tokenizer, text.source, needed, seed=text.seed, special_tokens=False)
     return ids, Stream(ids, window_start(tokenizer, text.bos), text.seqlen, text.seed, recipe.noise)
 
 

@@ -100,6 +100,8 @@ class Run:
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
         if recipe.alone and world_size > 1:
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        if plan.text is not None and rank == 0:
+            _ = plan.text.source  # raises before anything is written
         started, stages = time.monotonic(), {}
         opened = open_output(plan, resume, overwrite, joining=world_size > 1)
         if opened:
@@ -140,7 +142,8 @@ def compress(
     model       folder or hub id: a dense checkpoint or an artifact; `revision` is a branch, tag or commit of a hub id
     output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
     recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
-    dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2
+    dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2.
+                What the model writes itself is made before: `tilepress.sample(model).text`
     device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
@@ -244,6 +247,8 @@ def _stack(
     check_place(steps, model.path)
     recipes = [recipe.after(model).settled() for recipe in recipes]
     texts = [text_for(recipe, dataset, model, trust) for recipe in recipes]
+    for text in filter(None, texts):
+        _ = text.source  # raises before anything is written
     if dataset is not None and not any(texts):
         raise UsageError("none of the recipes reads text, but a dataset is given", "leave it out")
     if output.exists() and any(output.iterdir()) and not (how["resume"] or how["overwrite"]):
