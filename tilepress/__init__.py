@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tilepress.compress.run.api import Outcome, plan
     from tilepress.eval.inspect import inspect
     from tilepress.eval.perplexity import perplexity
+    from tilepress.eval.tasks import tasks
     from tilepress.eval.verify import verify
     from tilepress.runtime.decode.generation import decode
     from tilepress.runtime.loader import load
@@ -46,6 +47,7 @@ _HOMES = {
     "perplexity": "eval.perplexity",
     "plan": "compress.run.api",
     "sample": "sampling",
+    "tasks": "eval.tasks",
     "verify": "eval.verify",
 }
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "perplexity",
     "plan",
     "sample",
+    "tasks",
     "verify",
 ]
 

@@ -32,6 +32,17 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
     """The documents of a source, streamed; with `seed` in a random order (of as many as a buffer of 10,000 holds).
 
     Raises UsageError for a source that cannot be read as text."""
+    for row in rows(source, seed):
+        if not isinstance(row.get(column), str):
+            raise UsageError(
+                f"{source} has no text column {column!r}; its columns are {', '.join(map(str, row))}",
+                "rename the column to `text`",
+            )
+        yield row[column]
+
+
+def rows(source: str, seed: int | None = None) -> Iterator[dict]:
+    """The rows of a source, streamed, each with its columns; see `documents`."""
     path = Path(source).expanduser()
     try:
         kind = path.suffix.lower()
@@ -41,26 +52,20 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
             if not path.stat().st_size:
                 return
         if kind in _PLAIN:
-            rows = _plain_rows(path)
-            rows = rows if seed is None else _shuffled(rows, seed)
+            found = _plain_rows(path)
+            found = found if seed is None else _shuffled(found, seed)
         else:
             from datasets import load_dataset
 
             if kind in _BUILDERS:
                 files = glob.escape(str(path))
-                rows = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
+                found = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
             else:
                 name, config, split = (*source.split(":"), "", "")[:3]
-                rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+                found = load_dataset(name, config or None, split=split or "train", streaming=True)
             if seed is not None:
-                rows = rows.shuffle(seed=seed, buffer_size=_BUFFER)
-        for row in rows:
-            if not isinstance(row.get(column), str):
-                raise UsageError(
-                    f"{source} has no text column {column!r}; its columns are {', '.join(map(str, row))}",
-                    "rename the column to `text`",
-                )
-            yield row[column]
+                found = found.shuffle(seed=seed, buffer_size=_BUFFER)
+        yield from found
     except TilepressError:
         raise
     except Exception as error:
