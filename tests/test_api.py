@@ -180,7 +180,7 @@ def test_text_has_the_commands_defaults(checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     longest = json.loads((source / "config.json").read_text())["max_position_embeddings"]
     planned = tilepress.plan(source, tmp_path / "out", Quantize(activations="tensor")).plan
-    assert planned.text == Text(CALIBRATION, 128, min(2048, longest), 0)
+    assert planned.text == Text(CALIBRATION, 128, min(2048, longest), 0, bos="always")  # as the tokenizer adds one
     planned = tilepress.plan(source, tmp_path / "out", Quantize(smooth=0.5), dataset=demo.TEXT).plan
     assert planned.text.dataset == str(demo.TEXT) and planned.recipe.smooth == "0.5"
     assert tilepress.plan(source, tmp_path / "out", Quantize()).plan.text is None

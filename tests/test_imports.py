@@ -17,6 +17,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "models": {"models", "formats"},
     "text": {"formats"},
     "device": {"formats"},
+    "sampling": {"runtime", "formats", "text", "device"},
     "version": set(),
     "runtime": {"runtime", "kernels", "formats", "models", "device"},
     "compress": {"compress", "formats", "models", "text", "device", "version"},
@@ -24,7 +25,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),
     "hf": {"runtime", "formats"},
-    "__init__": {"compress", "runtime", "eval", "formats", "text", "version"},
+    "__init__": {"compress", "runtime", "eval", "formats", "sampling", "text", "version"},
     "__main__": {"cli"},
     "cli": {
         "cli",

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from tilepress.compress.run.api import Outcome, plan
     from tilepress.eval.inspect import inspect
     from tilepress.eval.perplexity import perplexity
+    from tilepress.eval.tasks import tasks
     from tilepress.eval.verify import verify
     from tilepress.runtime.decode.generation import decode
     from tilepress.runtime.loader import load
+    from tilepress.sampling import sample
     from tilepress.text import Text
 
 _HOMES = {
@@ -44,6 +46,8 @@ _HOMES = {
     "load": "runtime.loader",
     "perplexity": "eval.perplexity",
     "plan": "compress.run.api",
+    "sample": "sampling",
+    "tasks": "eval.tasks",
     "verify": "eval.verify",
 }
 __all__ = [
@@ -63,6 +67,8 @@ __all__ = [
     "load",
     "perplexity",
     "plan",
+    "sample",
+    "tasks",
     "verify",
 ]
 

@@ -3,13 +3,16 @@
 A source is a local `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id, optionally with configuration and split:
 `Salesforce/wikitext:wikitext-2-raw-v1:test`. Tables need a column `text`; a `.txt` file is one document. Only `.json`, `.parquet` and the hub
 need the package `datasets`.
+
+A model that was trained with a token before every text (BOS) keeps its attention sink there and is another model without it, so windows that are
+cut out of a text get theirs again (`window_start`).
 """
 
 import glob
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +24,25 @@ EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 _BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
 _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
+SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8
+BOS = ("auto", "always", "never")  # whether windows begin with it
 
 
 def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
     """The documents of a source, streamed; with `seed` in a random order (of as many as a buffer of 10,000 holds).
 
     Raises UsageError for a source that cannot be read as text."""
+    for row in rows(source, seed):
+        if not isinstance(row.get(column), str):
+            raise UsageError(
+                f"{source} has no text column {column!r}; its columns are {', '.join(map(str, row))}",
+                "rename the column to `text`",
+            )
+        yield row[column]
+
+
+def rows(source: str, seed: int | None = None) -> Iterator[dict]:
+    """The rows of a source, streamed, each with its columns; see `documents`."""
     path = Path(source).expanduser()
     try:
         kind = path.suffix.lower()
@@ -36,26 +52,20 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
             if not path.stat().st_size:
                 return
         if kind in _PLAIN:
-            rows = _plain_rows(path)
-            rows = rows if seed is None else _shuffled(rows, seed)
+            found = _plain_rows(path)
+            found = found if seed is None else _shuffled(found, seed)
         else:
             from datasets import load_dataset
 
             if kind in _BUILDERS:
                 files = glob.escape(str(path))
-                rows = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
+                found = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
             else:
                 name, config, split = (*source.split(":"), "", "")[:3]
-                rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+                found = load_dataset(name, config or None, split=split or "train", streaming=True)
             if seed is not None:
-                rows = rows.shuffle(seed=seed, buffer_size=_BUFFER)
-        for row in rows:
-            if not isinstance(row.get(column), str):
-                raise UsageError(
-                    f"{source} has no text column {column!r}; its columns are {', '.join(map(str, row))}",
-                    "rename the column to `text`",
-                )
-            yield row[column]
+                found = found.shuffle(seed=seed, buffer_size=_BUFFER)
+        yield from found
     except TilepressError:
         raise
     except Exception as error:
@@ -117,6 +127,34 @@ def token_ids(
     return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
 
 
+def window_start(tokenizer, bos: str = "auto") -> list[int]:
+    """Return the token ids that every window begins with.
+
+    auto     what the tokenizer puts before a text when it adds special tokens: mostly the BOS, for many models nothing
+    always   that, or the BOS where the tokenizer does not add it by itself
+    never    nothing
+
+    Raises UsageError for another word, and for `always` with a tokenizer that has no BOS."""
+    _check_bos(bos)
+    if bos == "never":
+        return []
+    probe = "a"
+    whole, plain = (tokenizer(probe, add_special_tokens=special)["input_ids"] for special in (True, False))
+    # What stands behind the text, an EOS, is left out: an encoder's habit, and never what a window begins with.
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    start = list(whole[: places[0]]) if places else []
+    if start or bos == "auto":
+        return start
+    if tokenizer.bos_token_id is None:
+        raise UsageError("--bos always, but the tokenizer has no BOS token", "use --bos auto, or never")
+    return [tokenizer.bos_token_id]
+
+
+def _check_bos(bos: str) -> None:
+    if bos not in BOS:
+        raise UsageError(f"--bos {bos} is unknown", f"choose one of {', '.join(BOS)}")
+
+
 def max_positions(text_config: dict) -> int | None:
     """The longest window that a model's config allows, or None where it names no limit."""
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions")
@@ -161,33 +199,69 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
 
 @dataclass(frozen=True)
 class Text:
-    """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, each with what the tokenizer puts before a text (BOS).
+    """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, of which the first is the BOS if `bos` says so (`window_start`).
 
-    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`. `seqlen` is 2048 unless given, or what
-    the model's positions allow. Raises UsageError for a number that is too small."""
+    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the model
+    writes, which `tilepress.sample` makes before a recipe reads it. `seqlen` is 2048 unless given, or what the model's positions allow.
+    Raises UsageError for a number that is too small or an unknown `bos`."""
 
     dataset: str = CALIBRATION
     nsamples: int = 128
     seqlen: int | None = None
     seed: int = 0
+    bos: str = "auto"  # auto | always | never
+    file: Path | None = field(default=None, repr=False, compare=False)  # where sampled text is
 
     def __post_init__(self):
         check_kinds(self)
+        _check_bos(self.bos)
+        if (temperature := self.temperature) is not None and not 0 < temperature < 100:
+            raise UsageError(f"--dataset {self.dataset} has no temperature", "write self, or self:0.8")
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
 
-    def fitted(self, text_config: dict) -> "Text":
-        """Return the same text with the window's length settled. Raises UsageError for windows longer than the model's positions."""
+    def fitted(self, text_config: dict, tokenizer) -> "Text":
+        """Return the same text with the window's length and `bos` settled: `auto` is left only where the tokenizer adds none and none is asked for.
+
+        Raises UsageError for windows longer than the model's positions, and for a BOS that the tokenizer does not have."""
         seqlen = default_seqlen(text_config) if self.seqlen is None else self.seqlen
         check_window(seqlen, text_config)
-        return replace(self, seqlen=seqlen)
+        start = window_start(tokenizer, self.bos)
+        refused = self.bos == "never" and bool(window_start(tokenizer))
+        return replace(self, seqlen=seqlen, bos="always" if start else "never" if refused else "auto")
+
+    @property
+    def temperature(self) -> float | None:
+        """That of text which the model writes, NaN for one that is no number; None for other text."""
+        if self.dataset != SELF and not self.dataset.startswith(f"{SELF}:"):
+            return None
+        try:
+            return float(self.dataset.removeprefix(SELF).removeprefix(":") or 1.0)
+        except ValueError:
+            return float("nan")
+
+    @property
+    def source(self) -> str:
+        """What `documents` reads. Raises UsageError for text that the model has not written yet."""
+        if self.temperature is not None and self.file is None:
+            raise UsageError(
+                "the model has not written its text: compression does not run it",
+                "give dataset=tilepress.sample(MODEL).text",
+            )
+        return str(self.file or self.dataset)
+
+    def described(self) -> dict:
+        """Return what a manifest says of the text; `bos` where the tokenizer adds one or one was asked for."""
+        told = asdict(self)
+        del told["file"]
+        return {name: value for name, value in told.items() if (name, value) != ("bos", "auto")}
 
     def windows(self, tokenizer) -> list[list[int]]:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
-        start = tokenizer("")["input_ids"][:1]
+        start = window_start(tokenizer, self.bos)
         step = self.seqlen - len(start)
-        ids = token_ids(tokenizer, self.dataset, self.nsamples * step, seed=self.seed, special_tokens=False)
+        ids = token_ids(tokenizer, self.source, self.nsamples * step, seed=self.seed, special_tokens=False)
         windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
         if len(windows) > self.nsamples and len(windows[-1]) < self.seqlen:
             windows.pop()

@@ -59,7 +59,7 @@ def test_gptq_recipe_against_float64(model, tokenizer, text, ids):
     assert (
         found["protocol"]["recipe"] == "gptq"
         and found["protocol"]["stride"] == 256
-        and found["protocol"]["bos"] is False
+        and (found["protocol"]["bos"], found["protocol"]["window_start"]) == ("auto", [])
     )
 
 

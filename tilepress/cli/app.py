@@ -9,7 +9,21 @@ from typing import Annotated
 
 import typer
 
-from tilepress.cli import convert, demo, env, inspect, kernels, kv, perplexity, prune, quantize, recover, speed, verify
+from tilepress.cli import (
+    convert,
+    demo,
+    env,
+    inspect,
+    kernels,
+    kv,
+    perplexity,
+    prune,
+    quantize,
+    recover,
+    speed,
+    tasks,
+    verify,
+)
 from tilepress.cli.terminal import EXIT_INTERRUPTED, say
 from tilepress.formats import TilepressError
 from tilepress.version import __version__
@@ -44,7 +58,7 @@ def _register(group: typer.Typer, modules: list[ModuleType]) -> None:
 app.add_typer(compress, name="compress")
 app.add_typer(evaluate, name="eval")
 _register(compress, [prune, recover, quantize, kv])
-_register(evaluate, [perplexity, speed, kernels])
+_register(evaluate, [perplexity, tasks, speed, kernels])
 _register(app, [convert, inspect, verify, env, demo])
 
 

@@ -55,8 +55,9 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Dataset = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE|HUB_ID",
-        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]].  [default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
+        metavar="FILE|HUB_ID|self",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE]: the model writes it.  "
+        "[default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
         show_default=False,
     ),
 ]
@@ -64,6 +65,10 @@ Samples = Annotated[int | None, typer.Option(help="Windows of text.  [default: 1
 Seqlen = Annotated[
     int | None,
     typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),
+]
+Bos = Annotated[
+    str,
+    typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Card = Annotated[
@@ -136,12 +141,12 @@ def takes(flags: type) -> Callable:
     return decorate
 
 
-def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int) -> "Text":
+def reading(dataset: str | None, nsamples: int | None, seqlen: int | None, seed: int, bos: str) -> "Text":
     """Return the text that the flags ask for; what is not given has its default."""
     from tilepress.text import Text
 
     given = {"dataset": dataset, "nsamples": nsamples, "seqlen": seqlen}
-    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed)
+    return Text(**{name: value for name, value in given.items() if value is not None}, seed=seed, bos=bos)
 
 
 def parse_dtype(name: str):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Dataset, Making, Memory, Model, Output, Samples, Seed, Seqlen, reading, takes
+from tilepress.cli.flags import Bos, Dataset, Making, Memory, Model, Output, Samples, Seed, Seqlen, reading, takes
 from tilepress.cli.making import Words, make, say_next, sizes_text
 from tilepress.cli.terminal import table
 
@@ -37,6 +37,7 @@ def kv(
     nsamples: Samples = None,
     seqlen: Seqlen = None,
     seed: Seed = 0,
+    bos: Bos = "auto",
     *,
     how: Making,
 ) -> None:
@@ -46,7 +47,7 @@ def kv(
     """
     recipe = tilepress.KVCache(bits, group_size, mode, rotation)
     words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
-    if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed), how, words):
+    if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed, bos), how, words):
         say_next(output, model, how)
 
 

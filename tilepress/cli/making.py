@@ -63,21 +63,29 @@ class Words:
 
 
 def make(
-    model: str, output: Path, recipe: "Recipe", text: "Text | None", how: Making, words: Words
+    model: str,
+    output: Path,
+    recipe: "Recipe",
+    text: "Text | None",
+    how: Making,
+    words: Words,
+    writer: str | None = None,
 ) -> "tilepress.Outcome | None":
-    """Compress `model` into `output` and print the result.
+    """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
     quiet_libraries()
-    run = tilepress.plan(
-        model, output, recipe, dataset=text, trust_remote_code=how.trust_remote_code, revision=how.revision
-    )
+    options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
+    run = tilepress.plan(model, output, recipe, dataset=text, **options)
     for warning in run.warnings:
         say(f"warning: {warning}")
     if how.dry_run:
         print(json.dumps(run.to_json(), indent=2) if how.json_ else words.planned(run.to_json()))
         return None
     rank, world_size = how.share
+    if run.plan.text is not None and rank == 0:  # the others take what it calibrates
+        written = own_text(writer or model, run.plan.text, how, None if writer else how.revision)
+        run = tilepress.plan(model, output, recipe, dataset=written, **options)
     with Bar(words.title, how.quiet) as bar:
         made = run.start(
             how.device,
@@ -104,6 +112,22 @@ def make(
     if len(made.warnings) > _WARNINGS_SHOWN:
         say(f"warning: {len(made.warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     return made
+
+
+def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Text":
+    """Return the text; one that the model writes with where it now is, and say what came of it."""
+    if text.temperature is None:
+        return text
+    with Bar("sampling", how.quiet) as bar:
+        found = tilepress.sample(
+            model, text, device=how.device, trust_remote_code=how.trust_remote_code, revision=revision, progress=bar.at
+        )
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+    if not how.quiet:
+        before = ", sampled before" if found.was_complete else ""
+        say(f"text: {found.tokens:,} tokens in {found.documents} documents by {model}{before}: {found.text.file}")
+    return found.text
 
 
 def say_next(output: Path, base: str | Path, how: Making) -> None:

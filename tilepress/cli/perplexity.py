@@ -37,6 +37,17 @@ def perplexity(
         int | None,
         typer.Option(help="Tokens between windows (strided).  [default: a quarter of seqlen]", show_default=False),
     ] = None,
+    bos: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|always|never|first",
+            help="Begin every window with the BOS; auto: if the tokenizer adds one. first: only the text, as papers do.",
+        ),
+    ] = "auto",
+    noise_floor: Annotated[
+        bool,
+        typer.Option("--noise-floor", help="Also measure the dense model in a wider float: what rounding alone costs."),
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Score so many windows at most.", show_default=False)] = None,
     max_increase: Annotated[
         str | None,
@@ -82,6 +93,8 @@ def perplexity(
             seqlen=seqlen,
             stride=stride,
             limit=limit,
+            bos=bos,
+            noise_floor=noise_floor,
             kv=kv,
             device=device,
             dtype=parse_dtype(dtype) or "auto",
@@ -106,6 +119,8 @@ def _text(result: dict) -> str:
     title = f"{protocol['dataset']}: recipe {protocol['recipe']}, {result['windows']} windows of {protocol['seqlen']} tokens"
     if protocol["recipe"] == "strided":
         title += f", stride {protocol['stride']}"
+    if protocol["window_start"]:
+        title += f", each beginning with {' '.join(protocol['window_start'])}"
     title += f", {result['tokens']:,} scored, {protocol['dtype']} on {protocol['device']}"
     if protocol["ranks"] > 1:
         title += f", {protocol['ranks']} ranks"
@@ -115,16 +130,25 @@ def _text(result: dict) -> str:
     def first_cells(name: str, scores: dict) -> list[str]:
         return [name, with_error(scores["perplexity"], scores["perplexity_stderr"]), f"{scores['bits_per_byte']:.4f}"]
 
-    head, rows = ["model", "perplexity", "bits/byte"], []
-    row = first_cells(result["model"], result)
-    if "base" in result:
-        head += ["nll change", "KL divergence", "same top token"]
-        rows.append([*first_cells(f"{result['base']['model']} (base)", result["base"]), "", "", ""])
-        row += [
-            with_error(result["delta_nll"], result["delta_nll_stderr"]),
-            with_error(result["kl_divergence"]["mean"], result["kl_divergence"]["stderr"]),
-            f"{result['top1_agreement']:.2%}",
+    def distance_cells(found: dict) -> list[str]:
+        return [
+            with_error(found["delta_nll"], found["delta_nll_stderr"]),
+            with_error(found["kl_divergence"]["mean"], found["kl_divergence"]["stderr"]),
+            f"{found['top1_agreement']:.2%}",
         ]
+
+    head, rows, floor = ["model", "perplexity", "bits/byte"], [], result.get("noise_floor")
+    row = first_cells(result["model"], result)
+    if "base" in result or floor:
+        head += ["nll change", "KL divergence", "same top token"]
+    if "base" in result:
+        rows.append([*first_cells(f"{result['base']['model']} (base)", result["base"]), "", "", ""])
+        row += distance_cells(result)
+    elif floor:
+        row += ["", "", ""]
+    if floor:
+        name = f"noise floor: {floor['of']} in {floor['dtype']}"
+        rows.append([name, f"{floor['perplexity']:.4f}", "", *distance_cells(floor)])
     if "kv_cache" in result:
         cache = result["kv_cache"]
         title += f"\nattention cache {cache['format']}: {cache['measured']}"

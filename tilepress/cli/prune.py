@@ -10,6 +10,7 @@ import tilepress
 from tilepress.cli import recover as recovering
 from tilepress.cli.flags import (
     Blocks,
+    Bos,
     Card,
     Dataset,
     Model,
@@ -23,7 +24,7 @@ from tilepress.cli.flags import (
     reading,
     takes,
 )
-from tilepress.cli.making import Words, make, plan_text, result_text, say_next, zeros_text
+from tilepress.cli.making import Words, make, own_text, plan_text, result_text, say_next, zeros_text
 from tilepress.cli.terminal import Bar, quiet_libraries, say, table
 from tilepress.formats import UsageError
 
@@ -84,6 +85,7 @@ def prune(
     nsamples: Samples = None,
     seqlen: Seqlen = None,
     seed: Seed = 0,
+    bos: Bos = "auto",
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Measure every sparsity and keep a table and a drawing, no artifact.")
     ] = False,
@@ -115,10 +117,10 @@ def prune(
     )
     text = None
     if recipe.needs_text or recover:
-        text = reading(dataset, nsamples, seqlen, seed)
-    elif dataset is not None or nsamples is not None or seqlen is not None:
+        text = reading(dataset, nsamples, seqlen, seed, bos)
+    elif dataset is not None or nsamples is not None or seqlen is not None or (bos != "auto" and not sweep):
         raise UsageError(
-            "--method magnitude reads no text, but --dataset, --nsamples or --seqlen is given",
+            "--method magnitude reads no text, but --dataset, --nsamples, --seqlen or --bos is given",
             "leave them out, or add --method sparsegpt or --recover STEPS",
         )
     if blocks and not recover:
@@ -126,10 +128,10 @@ def prune(
     if sweep and recover:
         raise UsageError("--sweep measures pruning alone", "leave out --recover")
     if sweep:
-        _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, how)
+        _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, bos, how)
         return
     if recover:
-        if method == "magnitude" and nsamples is not None and not blocks:
+        if method == "magnitude" and nsamples is not None and not blocks and text.temperature is None:
             raise UsageError(
                 "--nsamples is given, but training of the whole model takes all of the text",
                 "leave it out, or add --blocks",
@@ -141,7 +143,7 @@ def prune(
 
 
 def _sweep(
-    model: str, recipes: "list[Prune]", output: Path, text: "Text | None", eval_dataset: str, how: Writing
+    model: str, recipes: "list[Prune]", output: Path, text: "Text | None", eval_dataset: str, bos: str, how: Writing
 ) -> None:
     """Measure every recipe, and print what came out."""
     if how.workers > 1 or how.rank is not None or how.dry_run:
@@ -151,6 +153,7 @@ def _sweep(
     quiet_libraries()
     for warning in dict.fromkeys(warning for recipe in recipes for warning in recipe.warnings()):
         say(f"warning: {warning}")
+    text = text and own_text(model, text, how, how.revision)
     with Bar("sweep", how.quiet) as bar:
         found = sweep(
             model,
@@ -158,6 +161,7 @@ def _sweep(
             recipes,
             dataset=text,
             evaluate_on=eval_dataset,
+            bos=bos,
             device=how.device,
             resume=how.resume,
             overwrite=how.overwrite,

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Dataset, Model, Output, Samples, Seed, Seqlen, Writing, parse_dtype, reading, takes
+from tilepress.cli.flags import Bos, Dataset, Model, Output, Samples, Seed, Seqlen, Writing, parse_dtype, reading, takes
 from tilepress.cli.making import Words, make, result_text, say_next
 from tilepress.cli.terminal import table
 from tilepress.formats import UsageError
@@ -47,6 +47,7 @@ def quantize(
     nsamples: Samples = None,
     seqlen: Seqlen = None,
     seed: Seed = 0,
+    bos: Bos = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Convert floating tensors first.")
     ] = "auto",
@@ -76,10 +77,10 @@ def quantize(
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
     recipe, text = (tilepress.Quantize(weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored), None)
     if recipe.needs_text or dataset is not None:
-        text = reading(dataset, nsamples, seqlen, seed)
-    elif nsamples is not None or seqlen is not None:
+        text = reading(dataset, nsamples, seqlen, seed, bos)
+    elif nsamples is not None or seqlen is not None or bos != "auto":
         raise UsageError(
-            f"--activations {activations} without --smooth reads no text, but --nsamples or --seqlen is given",
+            f"--activations {activations} without --smooth reads no text, but --nsamples, --seqlen or --bos is given",
             "add --dataset to measure output errors on it, or leave them out",
         )
     if make(model, output, recipe, text, how, Words("quantizing", _result_text)):

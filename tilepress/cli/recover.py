@@ -6,7 +6,7 @@ import typer
 
 import tilepress
 from tilepress.cli import making
-from tilepress.cli.flags import Blocks, Dataset, Making, Model, Output, Seed, Seqlen, find_rank, reading, takes
+from tilepress.cli.flags import Blocks, Bos, Dataset, Making, Model, Output, Seed, Seqlen, find_rank, reading, takes
 from tilepress.cli.making import Words, make, result_text, say_next, zeros_text
 from tilepress.cli.terminal import size, table
 from tilepress.formats import UsageError
@@ -44,8 +44,9 @@ def recover(
         float, typer.Option(metavar="SHARE", help="Of input tokens, replaced by random ones for both models.")
     ] = 0.0,
     blocks: Blocks = False,
-    nsamples: Annotated[int, typer.Option(help="With --blocks: windows of text.")] = 128,
+    nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
     seed: Seed = 0,
+    bos: Bos = "auto",
     save_every: Annotated[float, typer.Option(metavar="MINUTES", min=0, help="For --resume: keep the state.")] = 5.0,
     *,
     how: Making,
@@ -63,8 +64,8 @@ def recover(
     recipe = tilepress.Recover(
         steps, batch, micro_batch, lr, hidden_loss, train, blocks, noise, base, save_every_s=60 * save_every
     )
-    text = reading(dataset, nsamples, seqlen, seed)
-    if make(model, output, recipe, text, how, Words("recovering", _result_text, plan_text)):
+    text = reading(dataset, nsamples, seqlen, seed, bos)
+    if make(model, output, recipe, text, how, Words("recovering", _result_text, plan_text), base):
         say_next(output, base, how)
 
 

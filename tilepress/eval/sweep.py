@@ -62,6 +62,7 @@ def sweep(
     *,
     dataset: str | Path | Text | None = None,
     evaluate_on: str | Path = EVALUATION,
+    bos: str = "auto",
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
@@ -71,11 +72,12 @@ def sweep(
 ) -> Sweep:
     """Measure what each of several recipes costs that differ in sparsity alone, and write a table, a drawing and the rows to `output`.
 
-    `dataset` is the text that the recipes read, `evaluate_on` the text to measure on; the rest is as in `tilepress.compress`. Raises
-    UsageError where something else is in the way, and what `compress` raises."""
+    `dataset` is the text that the recipes read, `evaluate_on` the text to measure on, in windows that begin as `bos` says
+    (`tilepress.perplexity`); the rest is as in `tilepress.compress`. Raises UsageError where something else is in the way, and what
+    `compress` raises."""
     checkpoint, output, device = open_model(model, revision), Path(output), find_device(device)
-    text = text_for(recipes[0], dataset, checkpoint)
-    protocol = Protocol(str(evaluate_on), "gptq", default_seqlen(checkpoint.text_config))
+    text = text_for(recipes[0], dataset, checkpoint, trust_remote_code)
+    protocol = Protocol(str(evaluate_on), "gptq", default_seqlen(checkpoint.text_config), bos=bos)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     settings = {key: value for key, value in recipes[0].settings(text).items() if key != "sparsity"}
     identity = {"source": checkpoint.name, "protocol": asdict(protocol), "settings": [settings]}

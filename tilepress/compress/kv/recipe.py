@@ -4,7 +4,7 @@ Layer by layer the model runs over the text and each layer's scales are searched
 are linked.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tilepress.compress.kv.attention import QUERIES, attention_shape
 from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
@@ -65,7 +65,7 @@ class KVCache(Recipe):
             "mode": self.mode,
             "rotation": self.rotation,
         }
-        return chosen | asdict(text)
+        return chosen | text.described()
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         self.form(attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim)

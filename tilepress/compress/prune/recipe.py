@@ -8,7 +8,7 @@ The count of zeros is round(sparsity * elements), met to the element; a weight t
 """
 
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,7 @@ class Prune(Recipe):
             chosen["card"] = self.card
         if self.calibrates:
             del chosen["scope"]
-            chosen |= {"allocation": self.allocation, "damping": self.damping} | asdict(text)
+            chosen |= {"allocation": self.allocation, "damping": self.damping} | text.described()
         return chosen
 
     def warnings(self) -> list[str]:

@@ -8,7 +8,7 @@ docs/format.md).
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class Quantize(Recipe):
             "smooth": self.smooth,
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
-        } | ({} if text is None else asdict(text))
+        } | ({} if text is None else text.described())
 
     @property
     def _observer(self) -> Observer:

@@ -41,7 +41,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.layout import Layout
-from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids
+from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids, window_start
 
 RECOVERY = "recovery"  # the name of what is found, in the work folder
 _MOST_TOKENS = 8 << 20  # of text read; what training sees beyond are the same again, cut from other offsets
@@ -215,8 +215,8 @@ def _text(plan: Plan, recipe: Recover) -> tuple[list[int], Stream]:
     text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
     needed = text.nsamples * text.seqlen if recipe.blocks else _MOST_TOKENS
     needed = min(recipe.tokens(text), needed) + HELD_OUT * text.seqlen
-    ids = token_ids(tokenizer, text.dataset, needed, seed=text.seed, special_tokens=False)
-    return ids, Stream(ids, tokenizer("")["input_ids"][:1], text.seqlen, text.seed, recipe.noise)
+    ids = token_ids(tokenizer, text.source, needed, seed=text.seed, special_tokens=False)
+    return ids, Stream(ids, window_start(tokenizer, text.bos), text.seqlen, text.seed, recipe.noise)
 
 
 def recover(

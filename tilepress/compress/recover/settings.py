@@ -57,9 +57,9 @@ class Settings:
 
     def described(self, text: Text) -> dict:
         """Return the settings and the text's, as the manifest has them."""
-        own, words = asdict(self), asdict(text)
-        names = "steps dataset seqlen seed batch micro_batch lr hidden_loss train blocks nsamples noise"
-        return {name: (words | own)[name] for name in names.split()}
+        words = text.described() | asdict(self)
+        names = "steps dataset seqlen seed batch micro_batch lr hidden_loss train blocks nsamples noise bos"
+        return {name: words[name] for name in names.split() if name in words}
 
     def peak_lr(self, width: int) -> float:
         """Falls with the width of the model: Yang et al. 2022 (arXiv 2203.03466); the constant is measured, docs/recovery.md."""

@@ -22,7 +22,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
 from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
-from tilepress.text import Text
+from tilepress.text import Text, load_tokenizer
 
 Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
 
@@ -100,6 +100,8 @@ class Run:
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
         if recipe.alone and world_size > 1:
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        if plan.text is not None and rank == 0:
+            _ = plan.text.source  # raises before anything is written
         started, stages = time.monotonic(), {}
         opened = open_output(plan, resume, overwrite, joining=world_size > 1)
         if opened:
@@ -140,7 +142,8 @@ def compress(
     model       folder or hub id: a dense checkpoint or an artifact; `revision` is a branch, tag or commit of a hub id
     output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
     recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
-    dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2
+    dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2.
+                What the model writes itself is made before: `tilepress.sample(model).text`
     device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
@@ -181,7 +184,7 @@ def plan(
     if dataset is not None and recipe.refuses_text:
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
     checkpoint = open_model(model, revision)
-    text = text_for(recipe, dataset, checkpoint)
+    text = text_for(recipe, dataset, checkpoint, trust_remote_code)
     return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), _folder(output), recipe))
 
 
@@ -191,12 +194,12 @@ def _folder(output: str | Path) -> Path:
     return Path(output)
 
 
-def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint) -> Text | None:
-    """Return the text that a recipe gets, its windows fitted to the model; None for one that reads none."""
+def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Checkpoint, trust: bool) -> Text | None:
+    """Return the text that a recipe gets, its windows fitted to the model and its tokenizer; None for one that reads none."""
     if recipe.refuses_text or (dataset is None and not recipe.needs_text):
         return None
     text = Text() if dataset is None else dataset if isinstance(dataset, Text) else Text(str(dataset))
-    return text.fitted(checkpoint.text_config)
+    return text.fitted(checkpoint.text_config, load_tokenizer(checkpoint.path, trust))
 
 
 def _counted(progress: Report | None, total: int) -> Callable[[str, int], None]:
@@ -243,7 +246,9 @@ def _stack(
     steps = Path(f"{os.path.abspath(output)}.steps")
     check_place(steps, model.path)
     recipes = [recipe.after(model).settled() for recipe in recipes]
-    texts = [text_for(recipe, dataset, model) for recipe in recipes]
+    texts = [text_for(recipe, dataset, model, trust) for recipe in recipes]
+    for text in filter(None, texts):
+        _ = text.source  # raises before anything is written
     if dataset is not None and not any(texts):
         raise UsageError("none of the recipes reads text, but a dataset is given", "leave it out")
     if output.exists() and any(output.iterdir()) and not (how["resume"] or how["overwrite"]):
