@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint, locate, read_header
+from tilepress.formats.checkpoint import Checkpoint, read_header
+from tilepress.formats.hub import locate
 
 
 def raw(path, header, data=b"", length=None):

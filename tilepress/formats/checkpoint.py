@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
 
 FORMAT_VERSION = 1
@@ -45,8 +46,12 @@ DTYPES = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+_MAX_JSON_BYTES = 1 << 26
+_MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, as JSON may write it
+_READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
 _REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 
 
@@ -99,14 +104,15 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return TilepressError(f"{path.name}: {why}", _REPAIR_HINT)
 
     def no_duplicates(pairs: list) -> dict:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise refuse(f"duplicate name {next(n for n in names if names.count(n) > 1)!r} in the header")
+        found: dict = {}
+        for name, value in pairs:
+            if name in found:
+                raise refuse(f"duplicate name {name[:200]!r} in the header")
+            found[name] = value
         return found
 
     try:
-        size = path.stat().st_size
+        size = _regular(path).stat().st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -132,11 +138,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         try:
             dtype, shape, (begin, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
             numbers = [*shape, begin, end]
-            if any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
+            if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
                 raise ValueError
             name.encode()
         except (KeyError, TypeError, ValueError) as error:
-            raise refuse(f"tensor {name!r} is badly described: {str(info)[:120]}") from error
+            raise refuse(f"tensor {name[:200]!r} is badly described: {str(info)[:120]}") from error
         nbytes = dtype.itemsize
         for n in shape:
             nbytes *= n
@@ -161,7 +167,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def read_json(path: Path) -> dict:
     """A JSON object from a file. Raises TilepressError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if _regular(path).stat().st_size > _MAX_JSON_BYTES:
+            raise TilepressError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB of JSON", _REPAIR_HINT)
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if _HALF_PAIR.search(text):  # which may be half of a pair with nothing for the other half
+            json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
     except (ValueError, RecursionError) as error:
@@ -169,6 +180,13 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise TilepressError(f"{path} does not hold a JSON object", _REPAIR_HINT)
     return value
+
+
+def _regular(path: Path) -> Path:
+    """The path, if no reading from it can wait for ever or never end. Raises TilepressError for a pipe or a device."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise TilepressError(f"{path} is no regular file", "take the pipe or device away, or put a file in its place")
+    return path
 
 
 def read_manifest(folder: Path) -> dict:
@@ -226,6 +244,9 @@ class Checkpoint:
                 if not (self.path / ".tilepress").exists()
                 else "the artifact is unfinished: run its command again with --resume",
             )
+        for path in self.path.iterdir():
+            if path.suffix in _READ_BY_OTHERS:
+                _regular(path)
         self.config = read_json(self.path / "config.json")
         if not isinstance(self.config.get("quantization_config", {}), dict):
             raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", _REPAIR_HINT)
@@ -364,23 +385,6 @@ class Checkpoint:
             raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
         tensor = layout.matrix(packed)
         return tensor.t().contiguous() if layout.form(packed).transposed else tensor
-
-
-def locate(model: str, revision: str | None = None, **options) -> Path:
-    """A local folder as it is, or a hub id as its downloaded snapshot (`options` are those of huggingface_hub). Raises UsageError if there is neither."""
-    path = Path(model).expanduser()
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        return path
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "*.py", "LICENSE*", "kv_cache/*"]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
-    except Exception as error:
-        raise UsageError(
-            f"{model!r} is neither a folder nor a model that the hub answers for ({type(error).__name__})",
-            "check the path; for a hub id check the name, the network and HF_TOKEN",
-        ) from error
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:

@@ -8,7 +8,8 @@ import torch
 
 from tilepress.device import find_device
 from tilepress.formats import UsageError, foreign_errors, int8, kv_calibration
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint
+from tilepress.formats.hub import locate
 from tilepress.models.meta import check_fit
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register

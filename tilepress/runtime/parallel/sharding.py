@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, locate, model_names, module_path
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, model_names, module_path
+from tilepress.formats.hub import locate
 from tilepress.models.meta import check_fit
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, check_sizes
