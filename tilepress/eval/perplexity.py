@@ -29,7 +29,15 @@ from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
 from tilepress.runtime.loader import load, paths
 from tilepress.runtime.parallel.group import TensorParallel
-from tilepress.text import EVALUATION, check_vocabulary, check_window, default_seqlen, load_tokenizer, token_ids
+from tilepress.text import (
+    EVALUATION,
+    check_source,
+    check_vocabulary,
+    check_window,
+    default_seqlen,
+    load_tokenizer,
+    token_ids,
+)
 
 _TOKENS_AT_ONCE = 256  # rows of logits in float32 at a time
 _MOST_DECODED = 16  # windows at a time
@@ -219,6 +227,7 @@ def perplexity(
 
     Raises UsageError for a text too short for one window or models that do not share a vocabulary, TilepressError for logits that are not finite.
     """
+    check_source(str(dataset))
     checkpoint = open_model(model, revision)
     length = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
     protocol = Protocol(str(dataset), recipe, length, stride, limit)

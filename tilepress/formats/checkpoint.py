@@ -216,7 +216,27 @@ def read_manifest(folder: Path) -> dict:
                 raise TilepressError(
                     f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", _REPAIR_HINT
                 )
+    step: Any = manifest
+    while step is not None:  # what made it, and what that was made from
+        if not _is_step(step):
+            raise TilepressError(
+                f"{MANIFEST_NAME} has a step in its source that is not one: {str(step)[:100]}", _REPAIR_HINT
+            )
+        step = step["source"].get("recipe")
+    for key in ("calibration", "allocation", "kv_cache"):
+        if not isinstance(manifest.get(key, {}), dict):
+            raise TilepressError(f"{MANIFEST_NAME} has a {key} that is no object", _REPAIR_HINT)
     return manifest
+
+
+def _is_step(step: Any) -> bool:
+    """Return whether a value is a step of an artifact's history: command, settings and the files that it read."""
+    if not isinstance(step, dict) or not isinstance(step.get("command"), str):
+        return False
+    kinds = isinstance(step.get("settings"), dict), isinstance(source := step.get("source"), dict)
+    files = source.get("files") if all(kinds) else None
+    named = isinstance(files, list) and all(isinstance(file, dict) for file in files)
+    return named and all(isinstance(file.get(key), str) for file in files for key in ("name", "sha256"))
 
 
 def _inside(name: str) -> bool:
