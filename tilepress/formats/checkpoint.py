@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.files import REPAIR_HINT, read_json, regular
 from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
 
@@ -47,12 +48,9 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 1 << 25
-_MAX_JSON_BYTES = 1 << 26
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, as JSON may write it
 _READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
-_REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, checked against the file. Raises TilepressError naming the file and tensor."""
 
     def refuse(why: str) -> TilepressError:
-        return TilepressError(f"{path.name}: {why}", _REPAIR_HINT)
+        return TilepressError(f"{path.name}: {why}", REPAIR_HINT)
 
     def no_duplicates(pairs: list) -> dict:
         found: dict = {}
@@ -112,7 +110,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return found
 
     try:
-        size = _regular(path).stat().st_size
+        size = regular(path).stat().st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -164,31 +162,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file. Raises TilepressError naming the file."""
-    try:
-        if _regular(path).stat().st_size > _MAX_JSON_BYTES:
-            raise TilepressError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB of JSON", _REPAIR_HINT)
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
-        if _HALF_PAIR.search(text):  # which may be half of a pair with nothing for the other half
-            json.dumps(value, ensure_ascii=False).encode()
-    except OSError as error:
-        raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise TilepressError(f"{path} is not valid JSON: {error}", _REPAIR_HINT) from error
-    if not isinstance(value, dict):
-        raise TilepressError(f"{path} does not hold a JSON object", _REPAIR_HINT)
-    return value
-
-
-def _regular(path: Path) -> Path:
-    """The path, if no reading from it can wait for ever or never end. Raises TilepressError for a pipe or a device."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise TilepressError(f"{path} is no regular file", "take the pipe or device away, or put a file in its place")
-    return path
-
-
 def read_manifest(folder: Path) -> dict:
     """A folder's `tilepress.json`, checked as far as its readers rely on it. Raises TilepressError saying what is wrong."""
     manifest = read_json(folder / MANIFEST_NAME)
@@ -202,7 +175,7 @@ def read_manifest(folder: Path) -> dict:
     for key, kind in (("settings", dict), ("source", dict), ("files", list), ("tensors", list), ("left_alone", list)):
         if not isinstance(manifest.get(key), kind):
             raise TilepressError(
-                f"{MANIFEST_NAME} has no {key} that is {'an object' if kind is dict else 'a list'}", _REPAIR_HINT
+                f"{MANIFEST_NAME} has no {key} that is {'an object' if kind is dict else 'a list'}", REPAIR_HINT
             )
     for key in ("files", "tensors", "left_alone"):
         for item in manifest[key]:
@@ -214,18 +187,18 @@ def read_manifest(folder: Path) -> dict:
             sound = sound and (key != "left_alone" or isinstance(item.get("reason"), str))
             if not sound:
                 raise TilepressError(
-                    f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", _REPAIR_HINT
+                    f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", REPAIR_HINT
                 )
     step: Any = manifest
     while step is not None:  # what made it, and what that was made from
         if not _is_step(step):
             raise TilepressError(
-                f"{MANIFEST_NAME} has a step in its source that is not one: {str(step)[:100]}", _REPAIR_HINT
+                f"{MANIFEST_NAME} has a step in its source that is not one: {str(step)[:100]}", REPAIR_HINT
             )
         step = step["source"].get("recipe")
     for key in ("calibration", "allocation", "kv_cache"):
         if not isinstance(manifest.get(key, {}), dict):
-            raise TilepressError(f"{MANIFEST_NAME} has a {key} that is no object", _REPAIR_HINT)
+            raise TilepressError(f"{MANIFEST_NAME} has a {key} that is no object", REPAIR_HINT)
     return manifest
 
 
@@ -266,17 +239,17 @@ class Checkpoint:
             )
         for path in self.path.iterdir():
             if path.suffix in _READ_BY_OTHERS:
-                _regular(path)
+                regular(path)
         self.config = read_json(self.path / "config.json")
         if not isinstance(self.config.get("quantization_config", {}), dict):
-            raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", _REPAIR_HINT)
+            raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", REPAIR_HINT)
         self.shards = self._find_shards()
         self.tensors: dict[str, TensorEntry] = {}
         for shard in self.shards:
             for name, entry in read_header(self.path / shard).items():
                 if name in self.tensors:
                     raise TilepressError(
-                        f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", _REPAIR_HINT
+                        f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", REPAIR_HINT
                     )
                 self.tensors[name] = entry
         self._check_index()
@@ -293,16 +266,16 @@ class Checkpoint:
         if (self.path / INDEX_NAME).exists():
             weight_map = read_json(self.path / INDEX_NAME).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-                raise TilepressError(f"{INDEX_NAME} has no weight_map of names to files", _REPAIR_HINT)
+                raise TilepressError(f"{INDEX_NAME} has no weight_map of names to files", REPAIR_HINT)
             self.weight_map = weight_map
             shards = sorted(set(weight_map.values()))
             for shard in shards:
                 if Path(shard).name != shard or not shard.endswith(".safetensors"):
                     raise TilepressError(
-                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", _REPAIR_HINT
+                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", REPAIR_HINT
                     )
                 if not (self.path / shard).is_file():
-                    raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", _REPAIR_HINT)
+                    raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", REPAIR_HINT)
             return shards
         files = sorted(p.name for p in self.path.glob("*.safetensors"))
         if "model.safetensors" in files:
@@ -310,7 +283,7 @@ class Checkpoint:
         if len(files) == 1:
             return files
         if files:
-            raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT)
+            raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", REPAIR_HINT)
         pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise UsageError(
@@ -325,11 +298,11 @@ class Checkpoint:
         for name, shard in self.weight_map.items():
             if name not in self.tensors or self.tensors[name].file != shard:
                 where = f"it is in {self.tensors[name].file}" if name in self.tensors else "no shard has it"
-                raise TilepressError(f"{INDEX_NAME} puts tensor {name!r} in {shard}, but {where}", _REPAIR_HINT)
+                raise TilepressError(f"{INDEX_NAME} puts tensor {name!r} in {shard}, but {where}", REPAIR_HINT)
         extra = next((name for name in self.tensors if name not in self.weight_map), None)
         if extra:
             raise TilepressError(
-                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list", _REPAIR_HINT
+                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list", REPAIR_HINT
             )
 
     @cached_property
@@ -346,7 +319,7 @@ class Checkpoint:
             part = any(name.endswith(suffix) for layout in packed for suffix in layout.suffixes[1:])
             if part and name not in inner:
                 raise TilepressError(
-                    f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
+                    f"tensor {name!r} belongs to a packed weight whose other parts are missing", REPAIR_HINT
                 )
         dense = {name: Weight(name, "dense", (entry,)) for name, entry in self.tensors.items() if name not in inner}
         return dict(sorted((dense | found).items()))
@@ -372,7 +345,7 @@ class Checkpoint:
             return get(self._open[1])
         except Exception as error:
             why = str(error).splitlines()[0]
-            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error
+            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", REPAIR_HINT) from error
 
     def packed(self, weight: Weight, device: torch.device | str = "cpu") -> Any:
         """A weight's stored tensors on a device as its layout puts them together, with their shapes checked."""
@@ -402,7 +375,7 @@ class Checkpoint:
             return self.read(weight.name).to(device)
         layout, packed = weight.stored_as, self.packed(weight, device)
         if problem := layout.problem(packed):
-            raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
+            raise TilepressError(f"{weight.name}: {problem}", REPAIR_HINT)
         tensor = layout.matrix(packed)
         return tensor.t().contiguous() if layout.form(packed).transposed else tensor
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from tilepress.compress.run.plan import Plan
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
-from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_json, read_manifest
+from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_manifest
+from tilepress.formats.files import read_json
 
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
 
