@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilepress.device import find_device
-from tilepress.formats import TilepressError, UsageError, check_kinds, dtype_name
+from tilepress.formats import TilepressError, UsageError, check_kinds, dtype_name, foreign_errors
 from tilepress.formats.checkpoint import open_model
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
@@ -247,6 +247,7 @@ def perplexity(
     )
 
 
+@foreign_errors("the model cannot be measured", "`tilepress verify DIR` checks an artifact")
 def measure(
     model,
     tokenizer,

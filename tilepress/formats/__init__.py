@@ -39,12 +39,16 @@ class UsageError(TilepressError):
 
 @contextmanager
 def foreign_errors(message: str, hint: str) -> Iterator[None]:
-    """Turn what other packages raise in the body into a TilepressError, with the first line of theirs behind `message`."""
+    """Turn what other packages raise in the body into a TilepressError, with the first line of theirs behind `message`.
+
+    Memory that runs out, a card's too, is told as it is."""
     try:
         yield
-    except TilepressError:
+    except (TilepressError, MemoryError):
         raise
     except Exception as error:
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, not imported here
+            raise
         first = next(iter(str(error).strip().splitlines()), "")
         raise TilepressError(f"{message}: {type(error).__name__} {first[:160]}".rstrip(), hint) from error
 
