@@ -75,15 +75,16 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
         print(end="", flush=True)
     except (KeyboardInterrupt, typer.Abort):
-        code = interrupt.code
+        code = EXIT_INTERRUPTED
     except Exception as error:
         if interrupt.seen:
-            code = interrupt.code
+            code = EXIT_INTERRUPTED
         elif os.environ.get("TILEPRESS_DEBUG") == "1":
             raise
         else:
             code = _explain(error)
-    if interrupt.seen:
+    if interrupt.seen and code:
+        code = interrupt.code
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:2] in (["compress"], ["convert"])
         say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
