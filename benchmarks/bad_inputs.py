@@ -301,7 +301,7 @@ def bad_flags(rng: random.Random, words: list[str]) -> list[str]:
     known = [word for word in words if word.startswith("--")]
     flag = rng.choice(known) if known and rng.random() < 0.5 else rng.choice(flags.split())
     value = rng.choice(values)
-    if flag in words:
+    if flag in words[:-1]:
         words[words.index(flag) + 1] = value
         return words
     return [*words, flag, value]

@@ -58,6 +58,7 @@ MALFORMED = {
         b"xx",
         "badly described",
     ),
+    "more names than any model has": (b'{"data_offsets"' * (1 << 18), None, b"", "has 262144 tensors"),
     "not a description": ({"a": 7}, None, b"", "'a' is badly described"),
     "many dimensions": ({"a": tensor(0, 4, [2**40] * 100_000)}, None, b"x" * 4, "'a' is badly described"),
 }

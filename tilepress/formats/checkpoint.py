@@ -48,6 +48,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 1 << 25
+_MAX_TENSORS = 1 << 17  # of a shard: the largest models have as many in all of theirs
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
 _READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
@@ -121,6 +122,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raw = file.read(length)
     except OSError as error:
         raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
+    if (count := raw.count(b'"data_offsets"')) > _MAX_TENSORS:
+        raise refuse(f"the header has {count} tensors, more than {_MAX_TENSORS}")
     try:
         header = json.loads(raw, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
