@@ -6,6 +6,7 @@ A case is a small checkpoint or artifact, a text and a command line, of which on
 bytes, a file that is none, a line of the text, a flag. Case N of a seed is always the same. Each runs in a fork of one process that has
 imported everything, so that 2,000 take minutes. What counts against tilepress: a traceback or an error that was not foreseen, more than
 20 s, an artifact that is written and does not load, and more anonymous memory than twice the stored bytes and 1 GB.
+The first cases are sound, and must succeed.
 `--only N` runs one case and shows what it printed; the results of all are lines of JSON in FOLDER/results.jsonl.
 """
 
@@ -274,6 +275,13 @@ def bad_text(rng: random.Random, folder: Path) -> str:
 
 def bad_flags(rng: random.Random, words: list[str]) -> list[str]:
     """Give one flag an odd value."""
+    from typer.main import get_command
+
+    from tilepress.cli.app import app
+
+    command = get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
     values = [
         "",
         "0",
@@ -292,14 +300,9 @@ def bad_flags(rng: random.Random, words: list[str]) -> list[str]:
         "auto",
         "\udcff",
     ]
-    flags = "--sparsity --method --scope --allocation --damping --format --value-dtype --card --dtype --nsamples --seqlen --seed --ignore"
-    flags += " --workers --rank --world-size --device --weights --activations --observer --percentile --smooth --bits --group-size --mode"
-    flags += " --rotation --memory --steps --batch --micro-batch --lr --hidden-loss --train --noise --save-every --limit --stride --recipe"
-    flags += (
-        " --max-increase --kv --context --new-tokens --runs --chunk --to --base --revision --recover --output --dataset"
-    )
+    flags = [param.opts[0] for param in command.params if param.opts[0].startswith("--") and not param.is_flag]
     known = [word for word in words if word.startswith("--")]
-    flag = rng.choice(known) if known and rng.random() < 0.5 else rng.choice(flags.split())
+    flag = rng.choice(known) if known and rng.random() < 0.5 else rng.choice([*flags, "--odd"])
     value = rng.choice(values)
     if flag in words[:-1]:
         words[words.index(flag) + 1] = value
@@ -325,16 +328,15 @@ def bad_output(rng: random.Random, folder: Path, source: Path) -> str:
 
 # Commands, and what they are given.
 
-TEXT = ["--nsamples", "2", "--seqlen", "32"]
 MAKING = [
     "compress prune MODEL -o OUT --sparsity 0.5",
     "compress prune MODEL -o OUT --sparsity 0.9 --format tiled-csl",
     "compress prune MODEL -o OUT --sparsity 0.6 --scope global --value-dtype int8",
-    "compress prune MODEL -o OUT --sparsity 0.5 --method wanda --dataset TEXT --nsamples 2 --seqlen 32",
-    "compress prune MODEL -o OUT --sparsity 0.5 --method sparsegpt --allocation owl --dataset TEXT --nsamples 2 --seqlen 32",
+    "compress prune MODEL -o OUT --sparsity 0.5 --method wanda --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress prune MODEL -o OUT --sparsity 0.5 --method sparsegpt --allocation owl --dataset TEXT --nsamples 4 --seqlen 64",
     "compress quantize MODEL -o OUT",
-    "compress quantize MODEL -o OUT --activations tensor --smooth 0.5 --dataset TEXT --nsamples 2 --seqlen 32",
-    "compress kv MODEL -o OUT --group-size 32 --dataset TEXT --nsamples 2 --seqlen 32",
+    "compress quantize MODEL -o OUT --activations tensor --smooth 0.5 --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress kv MODEL -o OUT --group-size 32 --dataset TEXT --nsamples 4 --seqlen 64",
     "compress recover MODEL -o OUT --base BASE --steps 1 --batch 1 --dataset TEXT --seqlen 32",
     "convert MODEL -o OUT --to dense",
     "convert MODEL -o OUT --to tiled-bitmap",
@@ -348,6 +350,10 @@ READING = [
     "eval perplexity MODEL --base BASE --dataset TEXT --seqlen 32 --limit 2 --recipe strided",
     "eval speed MODEL --batch 1 --context 16 --new-tokens 2 --runs 1",
     "load MODEL",  # tilepress.load, and a few tokens
+]
+SOUND = [
+    (form, "csl" if "convert" in form or "recover" in form or "verify" in form else "llama")
+    for form in MAKING + READING
 ]
 MODELS = ["llama", "sharded", "gpt2", "mixtral", "csl", "bitmap", "int8", "kv"]
 
@@ -379,6 +385,12 @@ def build_models(folder: Path) -> None:
 
 def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, list[str], Path | None]:
     """Return what is wrong in a case, its command, and the folder that it may write."""
+    if number < len(SOUND):
+        form, name = SOUND[number]
+        shutil.copytree(models / name, folder / "model")
+        return f"sound: {form}", *_placed(
+            form, models, folder, models / "llama", str(models / "text.jsonl"), str(folder / "out")
+        )
     rng = random.Random(f"{seed}-{number}")
     form = rng.choice(MAKING if rng.random() < 0.6 else READING)
     kind = rng.choices(["model", "text", "flags", "output", "base", "twice"], [60, 10, 14, 4, 6, 6])[0]
@@ -391,7 +403,7 @@ def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, 
     if kind in ("model", "twice"):
         for _ in range(1 if kind == "model" else 2):
             told += " " + spoil_model(rng, source)
-    elif kind == "base":
+    elif kind == "base" and "BASE" in form:
         base = folder / "base"
         shutil.copytree(models / "llama", base)
         told += " base " + spoil_model(rng, base)
@@ -401,11 +413,15 @@ def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, 
     elif kind == "output" and "OUT" in form:
         output = bad_output(rng, folder, source)
         told += f" output {output[-40:]!r}"
-    places = {"MODEL": str(source), "BASE": str(base), "OUT": output, "TEXT": text}
-    words = [places.get(word, word) for word in form.split()]
+    words, place = _placed(form, models, folder, base, text, output)
     if told == name:
         words, told = bad_flags(rng, words), told + " flags"
-    return f"{form.split(' MODEL')[0]}: {told}", words, Path(output) if "OUT" in form else None
+    return f"{form.split(' MODEL')[0]}: {told}", words, place
+
+
+def _placed(form: str, models: Path, folder: Path, base: Path, text: str, output: str) -> tuple[list[str], Path | None]:
+    places = {"MODEL": str(folder / "model"), "BASE": str(base), "OUT": output, "TEXT": text}
+    return [places.get(word, word) for word in form.split()], Path(output) if "OUT" in form else None
 
 
 # Running.
@@ -478,12 +494,14 @@ def run_case(seed: int, number: int, models: Path, work: Path) -> Result:
         time.sleep(0.01)
     seconds, said = used.ru_utime + used.ru_stime, (folder / "stderr").read_text(errors="replace")
     shutil.rmtree(folder, ignore_errors=True)
-    problem = judge(code, seconds, peak, stored, said)
+    problem = judge(kind, code, seconds, peak, stored, said)
     return Result(number, kind, words, code, round(seconds, 2), peak, stored, problem, said[-1500:])
 
 
-def judge(code: int | None, seconds: float, peak: int, stored: int, said: str) -> str:
+def judge(kind: str, code: int | None, seconds: float, peak: int, stored: int, said: str) -> str:
     """Return what speaks against tilepress, or nothing."""
+    if kind.startswith("sound") and code != 0:
+        return "sound, and refused"
     lines = [line for line in said.splitlines() if not line.startswith("warning: ")]
     if code is None or seconds > MOST_S:
         return "hang"
