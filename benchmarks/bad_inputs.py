@@ -12,6 +12,7 @@ The first cases are sound, and must succeed.
 
 import argparse
 import collections
+import contextlib
 import json
 import math
 import os
@@ -529,21 +530,29 @@ def anonymous(pid: int | str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def warm_up(models: Path) -> None:
-    """Import, and run each command once in a fork of its own beforehand, so that forks find everything there."""
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def warm_up(models: Path, folder: Path) -> None:
+    """Run every command once, so that forks find imported what it takes."""
+    from tilepress.cli.app import app
+    from tilepress.cli.terminal import quiet_libraries
 
-    import tilepress.bench.speed
-    import tilepress.compress.run.api
-    import tilepress.eval.verify
-    from tilepress.cli import app  # noqa: F401
-
-    tilepress.load(models / "llama")
-    for family in ("llama", "gpt2", "mixtral"):
-        get_checkpoint_conversion_mapping(family)
+    quiet_libraries()
+    shutil.rmtree(folder, ignore_errors=True)
+    for number, (form, name) in enumerate(SOUND):
+        places = {
+            "MODEL": models / name,
+            "BASE": models / "llama",
+            "OUT": folder / str(number),
+            "TEXT": models / "text.jsonl",
+        }
+        words = [str(places.get(word, word)) for word in form.split()]
+        if words[0] != "load":
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                contextlib.redirect_stderr(nowhere),
+            ):
+                app(words, standalone_mode=False)
+    shutil.rmtree(folder)
 
 
 def main() -> None:
@@ -560,7 +569,7 @@ def main() -> None:
         build_models(models)
         line = json.dumps({"text": "Some words and more of them, in sentences of their own. " * 20})
         (models / "text.jsonl").write_text("\n".join([line] * 20))
-    warm_up(models)
+    warm_up(models, args.work / "warm")
     if args.only is not None:
         print(json.dumps(asdict(run_case(args.seed, args.only, models, args.work)), indent=1))
         return

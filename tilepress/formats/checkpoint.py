@@ -352,7 +352,7 @@ class Checkpoint:
 
     def packed(self, weight: Weight, device: torch.device | str = "cpu") -> Any:
         """A weight's stored tensors on a device as its layout puts them together, with their shapes checked."""
-        return weight.stored_as.assemble(weight.name, {e.name: self.read(e.name).to(device) for e in weight.entries})
+        return _assembled(weight, {e.name: self.read(e.name).to(device) for e in weight.entries})
 
     def packed_shape(self, weight: Weight) -> Any:
         """The same without its tensors: they are empty, of the declared sizes, on the meta device."""
@@ -362,7 +362,7 @@ class Checkpoint:
                 parts[entry.name] = self.read(entry.name)
             else:
                 parts[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return layout.assemble(weight.name, parts)
+        return _assembled(weight, parts)
 
     def form(self, weight: Weight) -> Form:
         """Shape and dtype of a packed weight, from its headers and small parts."""
@@ -381,6 +381,13 @@ class Checkpoint:
             raise TilepressError(f"{weight.name}: {problem}", REPAIR_HINT)
         tensor = layout.matrix(packed)
         return tensor.t().contiguous() if layout.form(packed).transposed else tensor
+
+
+def _assembled(weight: Weight, parts: dict[str, Tensor]) -> Any:
+    try:
+        return weight.stored_as.assemble(weight.name, parts)
+    except TilepressError as error:  # a layout knows what is wrong with it, and not where it comes from
+        raise TilepressError(error.message, error.hint or REPAIR_HINT) from error
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:
