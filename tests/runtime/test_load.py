@@ -186,7 +186,7 @@ def test_code_from_a_checkpoint_never_runs_unasked(tiny, tmp_path, cli):
     (path / "config.json").write_text(json.dumps(config))
     (path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\n")
     for words in (
-        ("eval", "perplexity", path, "--dataset", "x.txt"),
+        ("eval", "perplexity", path, "--dataset", tiny / "config.json"),
         ("compress", "prune", path, "-o", tmp_path / "o", "--sparsity", "0.5"),
     ):
         ran = cli(*words)
