@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tilepress.formats import TilepressError, UsageError, check_kinds
+from tilepress.formats.hub import hub_lookups
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
 EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
@@ -26,6 +27,9 @@ _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
 SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8
 BOS = ("auto", "always", "never")  # whether windows begin with it
+_WHOLE = 1 << 21  # characters that are tokenized at once, if what is asked for needs no more
+_EXCERPT, _EXCERPTS = 1 << 14, 16  # characters of an excerpt, about, and how many at least
+_CHARACTERS = 8  # of a token, generously
 
 
 def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
@@ -46,11 +50,9 @@ def rows(source: str, seed: int | None = None) -> Iterator[dict]:
     path = Path(source).expanduser()
     try:
         kind = path.suffix.lower()
-        if kind in (*_PLAIN, *_BUILDERS):
-            if not path.is_file():
-                raise UsageError(f"no file {source}", "give --dataset a .txt, .jsonl or .parquet file, or a hub id")
-            if not path.stat().st_size:
-                return
+        check_source(source)
+        if kind in (*_PLAIN, *_BUILDERS) and not path.stat().st_size:
+            return
         if kind in _PLAIN:
             found = _plain_rows(path)
             found = found if seed is None else _shuffled(found, seed)
@@ -62,7 +64,8 @@ def rows(source: str, seed: int | None = None) -> Iterator[dict]:
                 found = load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True)
             else:
                 name, config, split = (*source.split(":"), "", "")[:3]
-                found = load_dataset(name, config or None, split=split or "train", streaming=True)
+                with hub_lookups():
+                    found = load_dataset(name, config or None, split=split or "train", streaming=True)
             if seed is not None:
                 found = found.shuffle(seed=seed, buffer_size=_BUFFER)
         yield from found
@@ -76,18 +79,43 @@ def rows(source: str, seed: int | None = None) -> Iterator[dict]:
         ) from error
 
 
+def check_source(source: str) -> None:
+    """Raise UsageError for a source that is no file that can be read, and cannot be a hub id: before any long work."""
+    path, hint = Path(source).expanduser(), "give --dataset a .txt, .jsonl or .parquet file, or a hub id"
+    if not source.strip():
+        raise UsageError("--dataset is empty", hint)
+    if path.suffix.lower() in (*_PLAIN, *_BUILDERS):
+        if not path.is_file():
+            raise UsageError(f"no file {source}", hint)
+    elif path.exists() and not path.is_dir():
+        raise UsageError(f"{source} is no .txt, .jsonl, .json or .parquet file", "rename it, or convert it to one")
+
+
 def _plain_rows(path: Path) -> Iterator[dict]:
-    """The lines of a `.jsonl` file, or a `.txt` file as one row."""
-    if path.suffix.lower() == ".txt":
-        yield {"text": path.read_text(encoding="utf-8")}
-        return
-    with open(path, encoding="utf-8") as file:
+    """The lines of a `.jsonl` file, or a `.txt` file as one row; a byte order mark is no text."""
+    with open(path, encoding="utf-8-sig") as file:
+        if path.suffix.lower() == ".txt":
+            yield {"text": file.read()}
+            return
         for number, line in enumerate(file, 1):
             if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise UsageError(f"line {number} of {path} is no JSON object", 'write {"text": …} on each line')
-                yield row
+                yield _row(line, f"line {number} of {path}")
+
+
+def _row(line: str, where: str) -> dict:
+    """A line of a `.jsonl` file. Raises UsageError for what is no JSON object, and for text that holds half of a character."""
+    hint = 'write {"text": …} on each line'
+    try:
+        row = json.loads(line)
+        "".join(value for value in row.values() if isinstance(value, str)).encode()
+    except AttributeError as error:
+        raise UsageError(f"{where} is no JSON object", hint) from error
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where} holds half of a surrogate pair, which is no character", "take it out") from error
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", "too deep") + (f" at column {error.colno}" if hasattr(error, "colno") else "")
+        raise UsageError(f"{where} is not valid JSON: {why}", hint) from error
+    return row
 
 
 def _shuffled(rows: Iterator[dict], seed: int) -> Iterator[dict]:
@@ -112,16 +140,22 @@ def token_ids(
 ) -> list[int]:
     """The documents joined and tokenized at once; with `at_least`, no more of the text than gives so many tokens."""
     parts: list[str] = []
-    length, wanted = 0, None if at_least is None else 8 * at_least
-    for text in documents(source, seed=seed):
+    length, wanted = 0, None if at_least is None else _CHARACTERS * at_least
+    found = documents(source, seed=seed)
+    if at_least is not None and seed is not None:
+        found = _excerpts(found, 2 * wanted, seed)
+    for text in found:
         parts.append(text)
         length += len(text)
-        if wanted is not None and length > wanted:
-            ids = tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
-            # The last document may be cut differently with what follows it: ask for a few tokens more than needed.
+        while wanted is not None and length > wanted:
+            whole, most = joiner.join(parts), max(_WHOLE, 2 * wanted)
+            ids = tokenizer(whole[:most], add_special_tokens=special_tokens)["input_ids"]
+            # The end may be cut differently with what follows it: ask for a few tokens more than needed.
             if len(ids) > at_least + 64:
                 return ids
             wanted *= 2
+            if len(whole) <= most:
+                break
     if not any(part.strip() for part in parts):
         raise UsageError(f"{source} has no text", "give another --dataset")
     return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
@@ -153,6 +187,23 @@ def window_start(tokenizer, bos: str = "auto") -> list[int]:
 def _check_bos(bos: str) -> None:
     if bos not in BOS:
         raise UsageError(f"--bos {bos} is unknown", f"choose one of {', '.join(BOS)}")
+
+
+def _excerpts(texts: Iterator[str], most: int, seed: int) -> Iterator[str]:
+    """Pass documents on; of one with more than `most` characters, and too many to tokenize, excerpts of so many from all over it.
+
+    Tokenizing takes 200 bytes and 3 us for each character."""
+    random_place, count = random.Random(seed), max(most // _EXCERPT, _EXCERPTS)
+    for text in texts:
+        if len(text) <= max(most, _WHOLE):
+            yield text
+            continue
+        span, parts = len(text) // count, []
+        for number in range(count):
+            begin = number * span + random_place.randrange(max(1, span - _EXCERPT))
+            begin = max(begin, text.find(" ", begin, begin + 100))  # a word begins there, if there are words
+            parts.append(text[begin : begin + _EXCERPT])
+        yield "\n\n".join(parts)
 
 
 def max_positions(text_config: dict) -> int | None:

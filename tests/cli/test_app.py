@@ -1,7 +1,9 @@
 """The command line: two-line errors, exit codes, what the demo shows, progress without a terminal."""
 
 import json
+import shlex
 import signal
+import subprocess
 import sys
 import time
 
@@ -45,6 +47,40 @@ def test_device_that_is_not_there(cli, tiny, tmp_path):
     for device in ("cuda:77", "abacus"):
         ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "--device", device)
         assert ran.code == 2 and device in ran.err and not (tmp_path / "x").exists()
+
+
+def test_the_next_command_reads_the_same_text(cli, tiny, text, tmp_path):
+    out, copy = tmp_path / "a b", tmp_path / "it's.jsonl"
+    copy.write_bytes(text.read_bytes())
+    words = ("--activations", "none", "--dataset", copy, "--nsamples", "2", "--seqlen", "32")
+    ran = cli("compress", "quantize", tiny, "-o", out, *words)
+    assert ran.code == 0, ran.err
+    told = shlex.split(ran.err.splitlines()[-1].removeprefix("next: tilepress "))
+    assert told == ["eval", "perplexity", str(out), "--base", str(tiny), "--dataset", str(copy)]
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1", "0"])
+def test_sizes_of_memory_are_finite(cli, tiny, value):
+    ran = cli("inspect", tiny, "--memory", value)
+    assert ran.code == 2 and "--memory" in ran.err
+
+
+def test_output_that_cannot_be_written_is_told():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-m", "tilepress", "--version"], stdout=full, stderr=subprocess.PIPE)
+    assert ran.returncode == 1 and ran.stderr.startswith(b"error: the output cannot be written: No space left")
+    assert len(ran.stderr.splitlines()) == 2
+
+
+def test_too_little_memory_is_told(cli, monkeypatch):
+    for error in (MemoryError(), RuntimeError("1\n[enforce] DefaultCPUAllocator: can't allocate memory")):
+
+        def fail(error=error):
+            raise error
+
+        monkeypatch.setattr(torch, "get_num_threads", fail)
+        ran = cli("env")
+        assert ran.code == 1 and "there is not enough memory" in ran.err and len(ran.err.splitlines()) == 2
 
 
 def test_unforeseen_errors_have_two_lines_too(monkeypatch, capfd):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from importlib.metadata import version
@@ -15,11 +16,11 @@ from support.ranks import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
-from tilepress import KVCache
+from tilepress import KVCache, text as reading
 from tilepress.eval.perplexity import Protocol, WindowSums, measure
 from tilepress.formats import TilepressError, UsageError
 from tilepress.runtime.loader import paths
-from tilepress.text import documents, token_ids
+from tilepress.text import Text, documents, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,9 @@ def test_every_kind_of_text_is_read_the_same(tmp_path):
     (tmp_path / "a.txt").write_text(docs[0])
     assert list(documents(str(tmp_path / "a.jsonl"))) == docs == list(documents(str(tmp_path / "a.parquet")))
     assert list(documents(str(tmp_path / "a.txt"))) == [docs[0]]
+    for name in ("a.txt", "a.jsonl"):  # a byte order mark is no text
+        (tmp_path / f"marked-{name}").write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+        assert list(documents(str(tmp_path / f"marked-{name}"))) == list(documents(str(tmp_path / name)))
     (tmp_path / "b[1]*.TXT").write_text(docs[1])
     assert list(documents(str(tmp_path / "b[1]*.TXT"))) == [docs[1]]
 
@@ -205,14 +209,26 @@ def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "other.jsonl").write_text('{"content": "x"}\n')
     (tmp_path / "broken.jsonl").write_text("{oops\n")
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    (tmp_path / "third.jsonl").write_text('{"text": "x"}\n\n{"text": 1,}\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud83d"}\n')
+    (tmp_path / "notes.md").write_text("text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.mkfifo(tmp_path / "pipe")
     for source, message in (
+        ("third.jsonl", "line 3 of .* is not valid JSON: .* at column 12"),
+        ("half.jsonl", "line 1 of .* half of a surrogate pair"),
+        ("notes.md", "is no .txt, .jsonl, .json or .parquet file"),
+        ("pipe.txt", "no file"),
+        ("pipe", "is no .txt"),
         ("other.jsonl", "no text column"),
-        ("broken.jsonl", "cannot read"),
+        ("broken.jsonl", "line 1 of .* is not valid JSON"),
         ("list.jsonl", "no JSON object"),
         ("missing.txt", "no file"),
     ):
         with pytest.raises(UsageError, match=message):
             list(documents(str(tmp_path / source)))
+    with pytest.raises(UsageError, match="--dataset is empty"):
+        list(documents(""))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError, match="cannot read the text of nobody/nothing"):
         list(documents("nobody/nothing"))
@@ -221,6 +237,30 @@ def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
 def test_limit_reads_only_what_it_needs(tokenizer, text, ids):
     some = token_ids(tokenizer, str(text), at_least=1500)
     assert 1500 <= len(some) < len(ids) and some[:1500] == ids[:1500]
+
+
+def test_of_a_long_document_only_excerpts_are_tokenized(tokenizer, tmp_path, monkeypatch):
+    """From all over it, the same for the same seed; a short one is tokenized whole, and of a limited measurement its beginning."""
+    monkeypatch.setattr(reading, "_WHOLE", 1 << 17)
+    monkeypatch.setattr(reading, "_EXCERPT", 1 << 10)
+    seen = []
+
+    def watched(text, **options):
+        seen.append(text)
+        return tokenizer(text, **options)
+
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    long.write_text(" ".join(f"w{number}" for number in range(50_000)))  # 340,000 characters
+    short.write_text(long.read_text()[:130_000])
+    found = [Text(str(long), 4, 64, seed).windows(watched) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2] and all(len(window) == 64 for window in found[0])
+    assert max(map(len, seen)) < 20_000
+    numbers = [int(word[1:]) for word in seen[-1].split() if word[1:].isdigit()]
+    assert min(numbers) < 5_000 and max(numbers) > 45_000
+    Text(str(short), 4, 64).windows(watched)
+    assert seen[-1] == short.read_text()
+    some = token_ids(watched, str(long), at_least=1500)
+    assert some[:1500] == tokenizer(long.read_text()[:50_000])["input_ids"][:1500] and len(seen[-1]) < 150_000
 
 
 def test_requests_that_make_no_sense(model, tokenizer, text, tmp_path):

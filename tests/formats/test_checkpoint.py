@@ -1,14 +1,19 @@
 """Checkpoints that must be refused, each with the file or tensor named, and what a good one gives."""
 
 import json
+import os
+import socket
 import struct
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint, locate, read_header
+from tilepress.formats import TilepressError, UsageError, hub
+from tilepress.formats.checkpoint import Checkpoint, read_header
+from tilepress.formats.hub import locate
 
 
 def raw(path, header, data=b"", length=None):
@@ -53,7 +58,9 @@ MALFORMED = {
         b"xx",
         "badly described",
     ),
+    "more names than any model has": (b'{"data_offsets"' * (1 << 18), None, b"", "has 262144 tensors"),
     "not a description": ({"a": 7}, None, b"", "'a' is badly described"),
+    "many dimensions": ({"a": tensor(0, 4, [2**40] * 100_000)}, None, b"x" * 4, "'a' is badly described"),
 }
 
 
@@ -68,6 +75,32 @@ def test_malformed_headers_are_refused(tmp_path, case):
     with pytest.raises(TilepressError, match=message) as caught:
         read_header(path)
     assert "model.safetensors" in caught.value.message
+
+
+def test_many_names_take_no_longer_than_reading_them(tmp_path):
+    names = ",".join(f'"a{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(30_000))
+    started = time.process_time()
+    with pytest.raises(TilepressError, match="duplicate name 'a0'"):
+        read_header(raw(tmp_path / "model.safetensors", f'{{{names},"a0":{{}}}}'.encode()))
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    path = folder(tmp_path, {"model.safetensors": A})
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(TilepressError, match=f"{name} is no regular file"):
+        Checkpoint(path)
+
+
+def test_half_of_a_character_is_no_json(tmp_path):
+    path = folder(tmp_path, {"model.safetensors": A})
+    (path / "config.json").write_text('{"model_type": "\\ud83d\\ude00"}')
+    assert Checkpoint(path).config["model_type"] == "\U0001f600"
+    (path / "config.json").write_text('{"model_type": "\\ud83d"}')
+    with pytest.raises(TilepressError, match="surrogates"):
+        Checkpoint(path)
 
 
 def folder(tmp_path, shards, index=None):
@@ -156,6 +189,23 @@ def test_a_hub_id_that_nobody_answers_for(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError, match="neither a folder nor a model"):
         locate("nobody/nothing")
+
+
+def test_a_hub_that_does_not_answer_is_not_tried_again_and_again(monkeypatch):
+    silent = socket.create_server(("127.0.0.1", 0), backlog=0)  # it takes one connection that nobody reads
+    port = silent.getsockname()[1]
+    filled = [socket.create_connection(("127.0.0.1", port)) for _ in range(1)]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_PATIENCE_S", 0.3)
+    for endpoint in (f"http://127.0.0.1:{port}", "http://nobody.invalid"):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setenv("no_proxy", "*")
+        started = time.monotonic()
+        with pytest.raises(UsageError, match="cannot be reached, and no copy is cached"):
+            locate("nobody/nothing")
+        assert time.monotonic() - started < 5 and not constants.HF_HUB_OFFLINE
+    for each in (*filled, silent):
+        each.close()
 
 
 def test_reads_without_taking_memory(tmp_path):

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import tilepress
 from tilepress import demo
 from tilepress.eval.verify import verify
-from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.files import read_json
 from tilepress.models import families
 from tilepress.models.families import FAMILIES, family_of, heads_of, part
 from tilepress.runtime.decode import decoder

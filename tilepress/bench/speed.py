@@ -20,7 +20,7 @@ from torch import nn
 
 from tilepress.bench import kernels as bench
 from tilepress.bench.steps import PROFILED_STEPS, Case, OwnPass, pass_of
-from tilepress.formats import UsageError, dtype_name
+from tilepress.formats import UsageError, dtype_name, foreign_errors
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels.arch import Path, references
 from tilepress.models.families import heads_of
@@ -90,6 +90,7 @@ def speed(
     return {"env": found["env"], "read_gbps": found["read_gbps"], "protocol": filled, "rows": found["rows"]}
 
 
+@foreign_errors("the model cannot be timed", "`tilepress verify DIR` checks an artifact")
 def compare(
     models: list[Subject],
     base: Subject | None,

@@ -1,5 +1,7 @@
 """The `tilepress` command: its commands, errors as two lines, exit codes. Heavy imports happen inside the commands, so `--help` is quick."""
 
+import contextlib
+import errno
 import os
 import shlex
 import signal
@@ -62,22 +64,30 @@ _register(evaluate, [perplexity, tasks, speed, kernels])
 _register(app, [convert, inspect, verify, env, demo])
 
 
+_NO_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory", "out of memory")
+
+
 class _Interrupt:
-    """Remembers a Ctrl-C: native code may turn the KeyboardInterrupt into an error of its own."""
+    """Remembers a Ctrl-C or a SIGTERM: native code may turn the KeyboardInterrupt into an error of its own."""
 
     seen = False
+    code = EXIT_INTERRUPTED
 
-    def __call__(self, *_) -> None:
-        self.seen = True
+    def __call__(self, number: int, *_) -> None:
+        self.seen, self.code = True, 128 + number
         raise KeyboardInterrupt
 
 
 def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
     interrupt = _Interrupt()
-    signal.signal(signal.SIGINT, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    if sys.stdout is not None:  # closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with bytes of a name that are no text
     try:
         code = app(standalone_mode=False) or 0
+        print(end="", flush=True)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except Exception as error:
@@ -87,11 +97,15 @@ def main() -> None:
             raise
         else:
             code = _explain(error)
-    if code == EXIT_INTERRUPTED:
+    if interrupt.seen and code:
+        code = interrupt.code
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:2] in (["compress"], ["convert"])
         say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
-    sys.exit(code)
+    with contextlib.suppress(OSError):
+        print(end="", flush=True)
+        sys.exit(code)
+    os._exit(code)  # what is left for a full disk or a closed pipe, Python would complain about once more
 
 
 def _explain(error: Exception) -> int:
@@ -111,8 +125,19 @@ def _explain(error: Exception) -> int:
         say(f"error: {error.filename}: {error.strerror}")
         say("hint: check the path and its permissions")
         return 1
-    first = (str(error).strip().splitlines() or [""])[0]
-    say(f"error: {type(error).__name__}: {first}")
+    if isinstance(error, BrokenPipeError):  # whoever read the output has seen enough
+        return 1
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        say(f"error: the output cannot be written: {error.strerror}")
+        say("hint: free some space, or send it somewhere else")
+        return 1
+    lines = str(error).strip().splitlines() or [""]
+    short = next((line for line in lines if any(words in line for words in _NO_MEMORY)), None)
+    if isinstance(error, MemoryError) or short:
+        say(f"error: there is not enough memory: {short or lines[0] or type(error).__name__}")
+        say("hint: free some, allow more (ulimit -v, the job's limit), or work on a smaller model")
+        return 1
+    say(f"error: {type(error).__name__}: {lines[0]}")
     say("hint: this was not foreseen; TILEPRESS_DEBUG=1 shows where it happened")
     return 1
 

@@ -16,13 +16,21 @@ from tilepress.formats import UsageError
 if TYPE_CHECKING:
     from tilepress.text import Text
 
+
+def _size(gib: float) -> float:
+    """Return a size that a card may have; typer's own bounds let nan pass."""
+    if not 0.001 <= gib <= 1e6:
+        raise typer.BadParameter(f"{gib} is not in the range 0.001<=x<=1e6.")
+    return gib
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
 Memory = Annotated[
-    float, typer.Option(metavar="GIB", min=0.001, help="For the attention cache: tells the context that fits.")
+    float, typer.Option(metavar="GIB", callback=_size, help="For the attention cache: tells the context that fits.")
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)

@@ -6,12 +6,15 @@ import tilepress
 from tilepress.cli.flags import Json, Memory, Model, Revision
 from tilepress.cli.kv import kv_text
 from tilepress.cli.terminal import cell, size, table
+from tilepress.formats import foreign_errors
 
 
 def inspect(model: Model, memory: Memory = 1.0, revision: Revision = None, json_: Json = False) -> None:
     """Show what MODEL holds, weight by weight, from its headers and manifest."""
     facts = tilepress.inspect(model, revision).to_json()
-    print(json.dumps(facts, indent=2) if json_ else _text(facts, memory))
+    with foreign_errors(f"the manifest of {facts['path']} does not say what it should", "make the artifact again"):
+        told = json.dumps(facts, indent=2) if json_ else _text(facts, memory)
+    print(told)
 
 
 def _text(found: dict, memory_gib: float) -> str:

@@ -1,6 +1,7 @@
 """The parts that commands which make an artifact share: plan, run, and say what came out."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,5 +133,15 @@ def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Te
 
 def say_next(output: Path, base: str | Path, how: Making) -> None:
     """Name the command that measures what the new artifact costs."""
-    if not how.quiet:
-        say(f"next: tilepress eval perplexity {output} --base {base}")
+    if how.quiet:
+        return
+    from tilepress.formats.checkpoint import read_manifest
+    from tilepress.text import CALIBRATION
+
+    words = ["tilepress", "eval", "perplexity", str(output), "--base", str(base)]
+    dataset = read_manifest(output)["settings"].get("dataset")
+    if dataset not in (None, CALIBRATION):
+        words += ["--dataset", dataset]
+    if how.trust_remote_code:
+        words.append("--trust-remote-code")
+    say(f"next: {shlex.join(words)}")

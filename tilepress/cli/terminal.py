@@ -120,12 +120,18 @@ def with_error(value: float, stderr: float | None) -> str:
 def check_writable(output: Path | None) -> None:
     """Create a file that the result goes to: what cannot be written is told before the work."""
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
+        from tilepress.formats.artifact import disk_errors
+
+        with disk_errors(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.open("a").close()
 
 
 def show(found: dict, output: Path | None, text: Callable[[dict], str], json_: bool) -> None:
     """Print a result as JSON or as text, and write its JSON to a file if there is one."""
     if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        from tilepress.formats.artifact import disk_errors
+
+        with disk_errors(output):
+            output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=2) if json_ else text(found))

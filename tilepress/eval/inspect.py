@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
-from tilepress.formats import dtype_name
-from tilepress.formats.checkpoint import open_model
+from tilepress.formats import dtype_name, foreign_errors
+from tilepress.formats.checkpoint import Checkpoint, open_model
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Inspection:
 def inspect(model: str | Path, revision: str | None = None) -> Inspection:
     """Describe every weight of a folder or hub id, dense or compressed. Raises TilepressError for what is no sound checkpoint."""
     checkpoint = open_model(model, revision)
+    with foreign_errors(f"{checkpoint.name} does not say what it should", "make the artifact again"):
+        return _described(checkpoint)
+
+
+def _described(checkpoint: Checkpoint) -> Inspection:
     manifest = checkpoint.manifest or {}
     records = {record["name"]: record for record in manifest.get("tensors", [])}
     chosen = {item["name"]: item for item in manifest.get("calibration", {}).get("pruned", [])}

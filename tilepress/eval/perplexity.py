@@ -23,13 +23,21 @@ from torch import Tensor
 from tilepress.device import find_device
 from tilepress.eval.protocol import Protocol, Span
 from tilepress.eval.scores import Distance, DistanceSums, Scores, WindowSums, score
-from tilepress.formats import TilepressError, UsageError, dtype_name, kv_calibration
+from tilepress.formats import TilepressError, UsageError, dtype_name, foreign_errors, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
 from tilepress.runtime.loader import load, paths
 from tilepress.runtime.parallel.group import TensorParallel
-from tilepress.text import EVALUATION, check_vocabulary, check_window, default_seqlen, load_tokenizer, token_ids
+from tilepress.text import (
+    EVALUATION,
+    check_source,
+    check_vocabulary,
+    check_window,
+    default_seqlen,
+    load_tokenizer,
+    token_ids,
+)
 
 _MOST_DECODED = 16  # windows at a time
 _LOGITS_BYTES = 1 << 30
@@ -130,6 +138,7 @@ def perplexity(
     Raises UsageError for a text too short for one window, models that do not share a vocabulary, a BOS that the tokenizer does not have, or the noise
     floor of an artifact; TilepressError for logits that are not finite.
     """
+    check_source(str(dataset))
     checkpoint = open_model(model, revision)
     length = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
     protocol = Protocol(str(dataset), recipe, length, stride, limit, bos)
@@ -157,6 +166,7 @@ def perplexity(
     )
 
 
+@foreign_errors("the model cannot be measured", "`tilepress verify DIR` checks an artifact")
 def measure(
     model,
     tokenizer,

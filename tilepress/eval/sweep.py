@@ -19,7 +19,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, open_model
 from tilepress.runtime.loader import load
-from tilepress.text import EVALUATION, Text, default_seqlen, load_tokenizer
+from tilepress.text import EVALUATION, Text, check_source, default_seqlen, load_tokenizer
 
 FILES = ("sweep.json", "sweep.md", "sweep.svg")
 _MARKS = {WORK_FOLDER, MANIFEST_NAME}  # of an artifact, finished or not
@@ -77,6 +77,7 @@ def sweep(
     `compress` raises."""
     checkpoint, output, device = open_model(model, revision), Path(output), find_device(device)
     text = text_for(recipes[0], dataset, checkpoint, trust_remote_code)
+    check_source(str(evaluate_on))
     protocol = Protocol(str(evaluate_on), "gptq", default_seqlen(checkpoint.text_config), bos=bos)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     settings = {key: value for key, value in recipes[0].settings(text).items() if key != "sparsity"}

@@ -16,10 +16,10 @@ from tilepress.formats.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
     Weight,
-    locate,
     read_header,
     read_manifest,
 )
+from tilepress.formats.hub import locate
 from tilepress.models.families import ONE_PRODUCT
 
 Progress = Callable[[str, int, int], None]

@@ -3,6 +3,8 @@
 The two errors live here because every other part, down to the formats, raises them; so does the check of settings that users make.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -33,6 +35,22 @@ class UsageError(TilepressError):
     """The request itself is wrong: a value out of range, an output folder that exists, an unknown architecture."""
 
     exit_code = 2
+
+
+@contextmanager
+def foreign_errors(message: str, hint: str) -> Iterator[None]:
+    """Turn what other packages raise in the body into a TilepressError, with the first line of theirs behind `message`.
+
+    Memory that runs out, a card's too, is told as it is."""
+    try:
+        yield
+    except (TilepressError, MemoryError):
+        raise
+    except Exception as error:
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, not imported here
+            raise
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise TilepressError(f"{message}: {type(error).__name__} {first[:160]}".rstrip(), hint) from error
 
 
 def check_kinds(settings) -> None:

@@ -21,6 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.files import REPAIR_HINT, read_json, regular
+from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
 
 FORMAT_VERSION = 1
@@ -45,9 +47,11 @@ DTYPES = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+_MAX_TENSORS = 1 << 17  # of a shard: the largest models have as many in all of theirs
+_MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
-_REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
+_READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, checked against the file. Raises TilepressError naming the file and tensor."""
 
     def refuse(why: str) -> TilepressError:
-        return TilepressError(f"{path.name}: {why}", _REPAIR_HINT)
+        return TilepressError(f"{path.name}: {why}", REPAIR_HINT)
 
     def no_duplicates(pairs: list) -> dict:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise refuse(f"duplicate name {next(n for n in names if names.count(n) > 1)!r} in the header")
+        found: dict = {}
+        for name, value in pairs:
+            if name in found:
+                raise refuse(f"duplicate name {name[:200]!r} in the header")
+            found[name] = value
         return found
 
     try:
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -117,6 +122,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raw = file.read(length)
     except OSError as error:
         raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
+    if (count := raw.count(b'"data_offsets"')) > _MAX_TENSORS:
+        raise refuse(f"the header has {count} tensors, more than {_MAX_TENSORS}")
     try:
         header = json.loads(raw, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -132,11 +139,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         try:
             dtype, shape, (begin, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
             numbers = [*shape, begin, end]
-            if any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
+            if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
                 raise ValueError
             name.encode()
         except (KeyError, TypeError, ValueError) as error:
-            raise refuse(f"tensor {name!r} is badly described: {str(info)[:120]}") from error
+            raise refuse(f"tensor {name[:200]!r} is badly described: {str(info)[:120]}") from error
         nbytes = dtype.itemsize
         for n in shape:
             nbytes *= n
@@ -158,19 +165,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file. Raises TilepressError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise TilepressError(f"{path} is not valid JSON: {error}", _REPAIR_HINT) from error
-    if not isinstance(value, dict):
-        raise TilepressError(f"{path} does not hold a JSON object", _REPAIR_HINT)
-    return value
-
-
 def read_manifest(folder: Path) -> dict:
     """A folder's `tilepress.json`, checked as far as its readers rely on it. Raises TilepressError saying what is wrong."""
     manifest = read_json(folder / MANIFEST_NAME)
@@ -184,7 +178,7 @@ def read_manifest(folder: Path) -> dict:
     for key, kind in (("settings", dict), ("source", dict), ("files", list), ("tensors", list), ("left_alone", list)):
         if not isinstance(manifest.get(key), kind):
             raise TilepressError(
-                f"{MANIFEST_NAME} has no {key} that is {'an object' if kind is dict else 'a list'}", _REPAIR_HINT
+                f"{MANIFEST_NAME} has no {key} that is {'an object' if kind is dict else 'a list'}", REPAIR_HINT
             )
     for key in ("files", "tensors", "left_alone"):
         for item in manifest[key]:
@@ -196,9 +190,29 @@ def read_manifest(folder: Path) -> dict:
             sound = sound and (key != "left_alone" or isinstance(item.get("reason"), str))
             if not sound:
                 raise TilepressError(
-                    f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", _REPAIR_HINT
+                    f"{MANIFEST_NAME} has an entry of {key} that is not one: {str(item)[:100]}", REPAIR_HINT
                 )
+    step: Any = manifest
+    while step is not None:  # what made it, and what that was made from
+        if not _is_step(step):
+            raise TilepressError(
+                f"{MANIFEST_NAME} has a step in its source that is not one: {str(step)[:100]}", REPAIR_HINT
+            )
+        step = step["source"].get("recipe")
+    for key in ("calibration", "allocation", "kv_cache"):
+        if not isinstance(manifest.get(key, {}), dict):
+            raise TilepressError(f"{MANIFEST_NAME} has a {key} that is no object", REPAIR_HINT)
     return manifest
+
+
+def _is_step(step: Any) -> bool:
+    """Return whether a value is a step of an artifact's history: command, settings and the files that it read."""
+    if not isinstance(step, dict) or not isinstance(step.get("command"), str):
+        return False
+    kinds = isinstance(step.get("settings"), dict), isinstance(source := step.get("source"), dict)
+    files = source.get("files") if all(kinds) else None
+    named = isinstance(files, list) and all(isinstance(file, dict) for file in files)
+    return named and all(isinstance(file.get(key), str) for file in files for key in ("name", "sha256"))
 
 
 def _inside(name: str) -> bool:
@@ -226,16 +240,19 @@ class Checkpoint:
                 if not (self.path / ".tilepress").exists()
                 else "the artifact is unfinished: run its command again with --resume",
             )
+        for path in self.path.iterdir():
+            if path.suffix in _READ_BY_OTHERS:
+                regular(path)
         self.config = read_json(self.path / "config.json")
         if not isinstance(self.config.get("quantization_config", {}), dict):
-            raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", _REPAIR_HINT)
+            raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", REPAIR_HINT)
         self.shards = self._find_shards()
         self.tensors: dict[str, TensorEntry] = {}
         for shard in self.shards:
             for name, entry in read_header(self.path / shard).items():
                 if name in self.tensors:
                     raise TilepressError(
-                        f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", _REPAIR_HINT
+                        f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", REPAIR_HINT
                     )
                 self.tensors[name] = entry
         self._check_index()
@@ -252,16 +269,16 @@ class Checkpoint:
         if (self.path / INDEX_NAME).exists():
             weight_map = read_json(self.path / INDEX_NAME).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-                raise TilepressError(f"{INDEX_NAME} has no weight_map of names to files", _REPAIR_HINT)
+                raise TilepressError(f"{INDEX_NAME} has no weight_map of names to files", REPAIR_HINT)
             self.weight_map = weight_map
             shards = sorted(set(weight_map.values()))
             for shard in shards:
                 if Path(shard).name != shard or not shard.endswith(".safetensors"):
                     raise TilepressError(
-                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", _REPAIR_HINT
+                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", REPAIR_HINT
                     )
                 if not (self.path / shard).is_file():
-                    raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", _REPAIR_HINT)
+                    raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", REPAIR_HINT)
             return shards
         files = sorted(p.name for p in self.path.glob("*.safetensors"))
         if "model.safetensors" in files:
@@ -269,7 +286,7 @@ class Checkpoint:
         if len(files) == 1:
             return files
         if files:
-            raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", _REPAIR_HINT)
+            raise TilepressError(f"{len(files)} safetensors files in {self.path} but no {INDEX_NAME}", REPAIR_HINT)
         pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise UsageError(
@@ -284,11 +301,11 @@ class Checkpoint:
         for name, shard in self.weight_map.items():
             if name not in self.tensors or self.tensors[name].file != shard:
                 where = f"it is in {self.tensors[name].file}" if name in self.tensors else "no shard has it"
-                raise TilepressError(f"{INDEX_NAME} puts tensor {name!r} in {shard}, but {where}", _REPAIR_HINT)
+                raise TilepressError(f"{INDEX_NAME} puts tensor {name!r} in {shard}, but {where}", REPAIR_HINT)
         extra = next((name for name in self.tensors if name not in self.weight_map), None)
         if extra:
             raise TilepressError(
-                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list", _REPAIR_HINT
+                f"{self.tensors[extra].file} holds tensor {extra!r}, which {INDEX_NAME} does not list", REPAIR_HINT
             )
 
     @cached_property
@@ -305,7 +322,7 @@ class Checkpoint:
             part = any(name.endswith(suffix) for layout in packed for suffix in layout.suffixes[1:])
             if part and name not in inner:
                 raise TilepressError(
-                    f"tensor {name!r} belongs to a packed weight whose other parts are missing", _REPAIR_HINT
+                    f"tensor {name!r} belongs to a packed weight whose other parts are missing", REPAIR_HINT
                 )
         dense = {name: Weight(name, "dense", (entry,)) for name, entry in self.tensors.items() if name not in inner}
         return dict(sorted((dense | found).items()))
@@ -331,11 +348,11 @@ class Checkpoint:
             return get(self._open[1])
         except Exception as error:
             why = str(error).splitlines()[0]
-            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", _REPAIR_HINT) from error
+            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", REPAIR_HINT) from error
 
     def packed(self, weight: Weight, device: torch.device | str = "cpu") -> Any:
         """A weight's stored tensors on a device as its layout puts them together, with their shapes checked."""
-        return weight.stored_as.assemble(weight.name, {e.name: self.read(e.name).to(device) for e in weight.entries})
+        return _assembled(weight, {e.name: self.read(e.name).to(device) for e in weight.entries})
 
     def packed_shape(self, weight: Weight) -> Any:
         """The same without its tensors: they are empty, of the declared sizes, on the meta device."""
@@ -345,7 +362,7 @@ class Checkpoint:
                 parts[entry.name] = self.read(entry.name)
             else:
                 parts[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return layout.assemble(weight.name, parts)
+        return _assembled(weight, parts)
 
     def form(self, weight: Weight) -> Form:
         """Shape and dtype of a packed weight, from its headers and small parts."""
@@ -361,26 +378,16 @@ class Checkpoint:
             return self.read(weight.name).to(device)
         layout, packed = weight.stored_as, self.packed(weight, device)
         if problem := layout.problem(packed):
-            raise TilepressError(f"{weight.name}: {problem}", _REPAIR_HINT)
+            raise TilepressError(f"{weight.name}: {problem}", REPAIR_HINT)
         tensor = layout.matrix(packed)
         return tensor.t().contiguous() if layout.form(packed).transposed else tensor
 
 
-def locate(model: str, revision: str | None = None, **options) -> Path:
-    """A local folder as it is, or a hub id as its downloaded snapshot (`options` are those of huggingface_hub). Raises UsageError if there is neither."""
-    path = Path(model).expanduser()
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        return path
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "*.py", "LICENSE*", "kv_cache/*"]
+def _assembled(weight: Weight, parts: dict[str, Tensor]) -> Any:
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, **options))
-    except Exception as error:
-        raise UsageError(
-            f"{model!r} is neither a folder nor a model that the hub answers for ({type(error).__name__})",
-            "check the path; for a hub id check the name, the network and HF_TOKEN",
-        ) from error
+        return weight.stored_as.assemble(weight.name, parts)
+    except TilepressError as error:  # a layout knows what is wrong with it, and not where it comes from
+        raise TilepressError(error.message, error.hint or REPAIR_HINT) from error
 
 
 def open_model(model: str | Path, revision: str | None = None) -> Checkpoint:

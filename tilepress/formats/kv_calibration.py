@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError, dtype_name
-from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.files import read_json
 from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat
 
 FOLDER = "kv_cache"

@@ -7,13 +7,17 @@ converted and checked there: no host memory is filled but for the tensors that a
 import torch
 
 from tilepress.device import find_device
-from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, locate
+from tilepress.formats import UsageError, foreign_errors, int8, kv_calibration
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint
+from tilepress.formats.hub import locate
+from tilepress.models.meta import check_fit
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register
 from tilepress.runtime.linear.packed import PackedLinear
 from tilepress.runtime.parallel import sharding
 from tilepress.runtime.parallel.group import TensorParallel
+
+_SOUND = "config.json and the files beside it must be as save_pretrained writes them"
 
 
 def load(
@@ -37,14 +41,13 @@ def load(
     (parallel/sharding.py); there are no further arguments then.
     Raises TilepressError for a damaged checkpoint, UsageError for an unknown architecture, device or dtype.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-
     if group is not None:
         if kwargs:
             raise UsageError(
                 f"ranks that share a model take no {', '.join(kwargs)}", "leave it out, or use one process"
             )
-        return sharding.load(path, group, dtype, revision, kv)
+        with foreign_errors(f"{path} does not load", _SOUND):
+            return sharding.load(path, group, dtype, revision, kv)
     register()
     device = "meta" if str(device) == "meta" else find_device(device)
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -55,14 +58,37 @@ def load(
     calibration = kv_calibration.load(checkpoint) if kv else None
     if calibration is not None and "attn_implementation" in kwargs:
         raise UsageError("the calibrated cache brings its own attention", "give kv=False with attn_implementation")
-    kind = checkpoint.config.get("model_type")
+    _check_architecture(checkpoint, trust_remote_code)
+    check_fit(checkpoint, trust_remote_code)
+    with foreign_errors(f"{folder.name} does not load", _SOUND):
+        return _loaded(checkpoint, device, dtype, trust_remote_code, calibration, kwargs)
+
+
+def _check_architecture(checkpoint: Checkpoint, trust_remote_code: bool) -> None:
+    """Raise UsageError for a model that neither transformers nor code of its own, which may run, knows."""
+    from transformers import CONFIG_MAPPING
+
+    kind, name = str(checkpoint.config.get("model_type"))[:60], checkpoint.path.name
     if not trust_remote_code and kind not in CONFIG_MAPPING:
         if "auto_map" in checkpoint.config:
             raise UsageError(
-                f"{folder.name} needs its own code for architecture {kind!r}",
-                "add --trust-remote-code if you have read it",
+                f"{name} needs its own code for architecture {kind!r}", "add --trust-remote-code if you have read it"
             )
-        raise UsageError(f"transformers knows no architecture {kind!r} ({folder.name})", "upgrade transformers")
+        raise UsageError(f"transformers knows no architecture {kind!r} ({name})", "upgrade transformers")
+
+
+def _loaded(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    calibration: kv_calibration.KVCalibration | None,
+    kwargs: dict,
+):
+    """Return the model that `load` returns, from a checkpoint that fits its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = checkpoint.path
     ours, with_cache = is_int8(checkpoint), kv_calibration.CONFIG_KEY in checkpoint.config
     if ours or with_cache:
         config, kwargs = AutoConfig.from_pretrained(
@@ -74,14 +100,8 @@ def load(
     if with_cache:  # which is put in below, or not at all; and save_pretrained does not write the calibration
         delattr(config, kv_calibration.CONFIG_KEY)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True} | kwargs
-    try:
-        with hooks.straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
-    except OSError as error:
-        raise TilepressError(
-            f"{folder.name} does not load: {str(error).splitlines()[0]}",
-            "transformers wants model.safetensors or an index beside config.json",
-        ) from error
+    with hooks.straight_to(torch.device("cpu" if "device_map" in kwargs else device)) as placing:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options, **placing)
     for what, keys in info.items():
         names = sorted(
             key for key in map(str, keys or ()) if what != "unexpected_keys" or not COMPUTED_BUFFER.search(key)

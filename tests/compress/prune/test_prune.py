@@ -176,7 +176,7 @@ def test_unknown_architecture(cli, tiny, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     ran = cli("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.5")
     assert ran.code == 2 and "perceptron9000" in ran.err and len(ran.err.strip().splitlines()) == 2
-    ran = cli("eval", "perplexity", source, "--dataset", "x.txt")
+    ran = cli("eval", "perplexity", source, "--dataset", tiny / "config.json")
     assert ran.code == 2 and "perceptron9000" in ran.err
 
 

@@ -262,14 +262,15 @@ def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, comm
         assert found[3][0] < found[1][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
 
 
-def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, command):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, command, number):
     source = checkpoint_of("llama", **LONG)
     process = command("compress", "prune", source, "-o", tmp_path / "out", "--sparsity", "0.6")
     while process.poll() is None and not list((tmp_path / "out" / ".tilepress").glob("model*.tmp")):
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate()
-    assert process.returncode == 130 and "--resume" in err, err
+    assert process.returncode == 128 + number and "--resume" in err, err
     assert not list((tmp_path / "out").glob("*.tmp"))
 
 

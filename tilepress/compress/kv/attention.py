@@ -45,7 +45,8 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:
         raise UsageError(
-            f"transformers does not read config.json of {checkpoint.name}: {str(error)[:160]}", ""
+            f"transformers does not read config.json of {checkpoint.name}: {' '.join(str(error).split())[:160]}",
+            "upgrade transformers, or give a decoder language model's checkpoint",
         ) from error
 
     def get(name: str, default=None):

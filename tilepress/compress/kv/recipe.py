@@ -11,7 +11,8 @@ from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibra
 from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target
 from tilepress.formats import UsageError, check_kinds
-from tilepress.formats.checkpoint import Checkpoint, read_json
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.files import read_json
 from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, form_of
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.formats.layout import Layout, layout_named

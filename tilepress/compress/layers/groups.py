@@ -170,8 +170,8 @@ def stages(groups: list[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-class _Reached(Exception):
-    """The run came to the linear layer at which it stops."""
+class _Reached(BaseException):
+    """The run came to the linear layer at which it stops: no error, so nothing that handles errors handles it."""
 
 
 class watch_inputs:

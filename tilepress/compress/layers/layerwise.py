@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.compress.run.targets import Target
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, foreign_errors
 from tilepress.formats.checkpoint import Checkpoint, model_names, module_path
 from tilepress.formats.stripes import converted
 from tilepress.models.experts import SeparateExperts, place_of
@@ -94,7 +94,7 @@ class LayerByLayer:
     def run(self, layer: str, hidden: Tensor, twin: nn.Module | None = None, grad: bool = False) -> Tensor:
         """Return a loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen; or that of a `twin` of it."""
         args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), foreign_errors(f"{layer} does not run", _WITHOUT):
             module = self.model.get_submodule(layer) if twin is None else twin
             out = module(hidden.to(self.device, self.dtype), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out

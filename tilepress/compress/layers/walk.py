@@ -26,7 +26,8 @@ from tilepress.compress.run.plan import Plan, Progress, source_mtime
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import disk_errors, temporary_name, to_json, write_atomic
-from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_json
+from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint
+from tilepress.formats.files import read_json
 from tilepress.text import check_vocabulary, load_tokenizer
 
 CALIBRATION = "calibration"  # the walk whose facts the manifest keeps under this name

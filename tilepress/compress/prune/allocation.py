@@ -18,7 +18,7 @@ from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
-from tilepress.formats.checkpoint import read_json
+from tilepress.formats.files import read_json
 
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder

@@ -41,6 +41,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.layout import Layout
+from tilepress.models.meta import check_fit
 from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids, window_start
 
 RECOVERY = "recovery"  # the name of what is found, in the work folder
@@ -121,7 +122,9 @@ class Recover(Settings, Recipe):
             return
         packed = {t.name: t.dtype for t in targets if t.weight.is_packed}
         check_value_dtypes(packed)
-        _check_base(inputs.checkpoint, Checkpoint(self.base, name=self.base_name), targets)
+        base = Checkpoint(self.base, name=self.base_name)
+        check_fit(base, inputs.trust_remote_code)
+        _check_base(inputs.checkpoint, base, targets)
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
         """A step of the whole model counts as the elements of its targets, as one pass over them does."""

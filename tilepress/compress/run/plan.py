@@ -18,6 +18,7 @@ from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, PICKLE_SUFFIXES, Checkpoint, Weight
 from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
 from tilepress.formats.layout import Layout, layout_named
+from tilepress.models.meta import check_fit
 from tilepress.text import Text
 
 OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
@@ -241,6 +242,7 @@ def make_plan(inputs: Inputs, output: Path, recipe: Recipe) -> Plan:
     """Find the targets, check them, and lay out the run. Raises UsageError for what the recipe cannot do with this model."""
     checkpoint, recipe = inputs.checkpoint, recipe.settled()
     targets, left_alone = recipe.find_targets(inputs)
+    check_fit(checkpoint, inputs.trust_remote_code)
     recipe.check(inputs, targets, left_alone)
     by_name = {target.name: target for target in targets}
     dropped = {item.name for item in left_alone if item.dropped}

@@ -72,7 +72,8 @@ def run_parallel(
 def _setup_worker(threads: int, lifeline) -> None:
     """A worker ends at once when the process that started it says so or is gone."""
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):

@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from tilepress.formats import TilepressError, int8, kv_calibration
-from tilepress.formats.checkpoint import Checkpoint, locate
+from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.hub import locate
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import TilepressConfig, register
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
-from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, locate, model_names, module_path
+from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, model_names, module_path
+from tilepress.formats.hub import locate
+from tilepress.models.meta import check_fit
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, check_sizes
 from tilepress.runtime.parallel.group import TensorParallel
@@ -27,6 +29,7 @@ def load(
 
     checkpoint = Checkpoint(locate(str(path), revision))
     check_sizes(checkpoint)
+    check_fit(checkpoint)
     scheme = _scheme(checkpoint)
     calibration = kv_calibration.load(checkpoint) if kv else None
     config = AutoConfig.from_pretrained(checkpoint.path)

@@ -1,0 +1,36 @@
+"""Files that others wrote, read with bounds: a pipe is not waited for, and JSON takes no more memory than a model's may."""
+
+import json
+import re
+from pathlib import Path
+
+from tilepress.formats import TilepressError
+
+REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
+_MAX_JSON_BYTES = 1 << 26
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, as JSON may write it
+
+
+def regular(path: Path) -> Path:
+    """The path, if no reading from it can wait for ever or never end. Raises TilepressError for a pipe or a device."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise TilepressError(f"{path} is no regular file", "take the pipe or device away, or put a file in its place")
+    return path
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises TilepressError naming the file."""
+    try:
+        if regular(path).stat().st_size > _MAX_JSON_BYTES:
+            raise TilepressError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB of JSON", REPAIR_HINT)
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if _HALF_PAIR.search(text):  # which may be half of a pair with nothing for the other half
+            json.dumps(value, ensure_ascii=False).encode()
+    except OSError as error:
+        raise TilepressError(f"cannot read {path}: {error.strerror}", "check the file and its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise TilepressError(f"{path} is not valid JSON: {error}", REPAIR_HINT) from error
+    if not isinstance(value, dict):
+        raise TilepressError(f"{path} does not hold a JSON object", REPAIR_HINT)
+    return value
