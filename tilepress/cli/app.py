@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tilepress.cli import convert, demo, env, inspect, kernels, kv, perplexity, prune, quantize, recover, speed, verify
-from tilepress.cli.terminal import EXIT_INTERRUPTED, say
+from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
 from tilepress.formats import TilepressError
 from tilepress.version import __version__
 
@@ -82,9 +82,9 @@ def main() -> None:
 
 def _explain(error: Exception) -> int:
     if isinstance(error, TilepressError):
-        say(f"error: {error.message}")
+        say(f"error: {plain(error.message)}")
         if error.hint:
-            say(f"hint: {error.hint}")
+            say(f"hint: {plain(error.hint)}")
         return error.exit_code
     if type(error).__name__ == "NoArgsIsHelpError":  # typer's private name for a command without arguments
         say(error.format_message())
@@ -94,7 +94,7 @@ def _explain(error: Exception) -> int:
         say("hint: add --help to the command to see what it takes")
         return 2
     if isinstance(error, OSError) and error.filename:
-        say(f"error: {error.filename}: {error.strerror}")
+        say(f"error: {plain(str(error.filename))}: {error.strerror}")
         say("hint: check the path and its permissions")
         return 1
     first = (str(error).strip().splitlines() or [""])[0]
