@@ -80,6 +80,18 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, function))
 
 
+def count_parameters(of: Callable[[torch.nn.Module], int]) -> None:
+    """Add to `num_parameters` what `of` counts of each module: weights that are no parameters of torch, and never trainable."""
+    stock = PreTrainedModel.num_parameters
+
+    @wraps(stock)
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        found = stock(self, only_trainable, exclude_embeddings)
+        return found if only_trainable else found + sum(map(of, self.modules()))
+
+    PreTrainedModel.num_parameters = num_parameters
+
+
 def register_attention(name: str, function: Callable) -> None:
     """Add an attention function, with the masks that torch's own attention gets."""
     AttentionInterface.register(name, function)

@@ -38,6 +38,7 @@ _VERIFY = "`tilepress verify DIR` lists every finding"
 def register() -> None:
     """Makes from_pretrained know artifacts, and peft their layers; calling it again does nothing."""
     hooks.add_quantizer(METHOD, TilepressConfig, TilepressQuantizer)
+    hooks.count_parameters(lambda m: m.out_features * m.in_features if isinstance(m, PackedLinear) else 0)
     adapters.register()
 
 
