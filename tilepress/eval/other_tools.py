@@ -91,7 +91,7 @@ def _packed_shape(
 
 def _scales(name: str, shape: tuple[int, int], scheme: dict, tensors: dict, value: Callable) -> list[str]:
     rows, cols = shape
-    size, strategy = scheme.get("group_size"), scheme.get("strategy")
+    size, strategy = scheme.get("group_size"), str(scheme.get("strategy"))
     if f"{name}_scale" not in tensors:
         return [f"{name}_scale is missing"]
     grouped = strategy == "group" and isinstance(size, int) and size > 0
