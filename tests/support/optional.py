@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-PACKAGES = {"accelerate", "datasets", "hypothesis", "pydantic", "rich", "safetensors", "scipy", "typer"}
+PACKAGES = {"accelerate", "datasets", "hypothesis", "peft", "pydantic", "rich", "safetensors", "scipy", "typer"}
 
 
 @pytest.hookimpl(hookwrapper=True)

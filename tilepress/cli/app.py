@@ -26,7 +26,7 @@ from tilepress.cli import (
     tasks,
     verify,
 )
-from tilepress.cli.terminal import EXIT_INTERRUPTED, say
+from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
 from tilepress.formats import TilepressError
 from tilepress.version import __version__
 
@@ -110,9 +110,9 @@ def main() -> None:
 
 def _explain(error: Exception) -> int:
     if isinstance(error, TilepressError):
-        say(f"error: {error.message}")
+        say(f"error: {plain(error.message)}")
         if error.hint:
-            say(f"hint: {error.hint}")
+            say(f"hint: {plain(error.hint)}")
         return error.exit_code
     if type(error).__name__ == "NoArgsIsHelpError":  # typer's private name for a command without arguments
         say(error.format_message())
@@ -122,7 +122,7 @@ def _explain(error: Exception) -> int:
         say("hint: add --help to the command to see what it takes")
         return 2
     if isinstance(error, OSError) and error.filename:
-        say(f"error: {error.filename}: {error.strerror}")
+        say(f"error: {plain(str(error.filename))}: {error.strerror}")
         say("hint: check the path and its permissions")
         return 1
     if isinstance(error, BrokenPipeError):  # whoever read the output has seen enough

@@ -5,7 +5,7 @@ import json
 import tilepress
 from tilepress.cli.flags import Json, Memory, Model, Revision
 from tilepress.cli.kv import kv_text
-from tilepress.cli.terminal import cell, size, table
+from tilepress.cli.terminal import cell, plain, size, table
 from tilepress.formats import foreign_errors
 
 
@@ -42,4 +42,4 @@ def _text(found: dict, memory_gib: float) -> str:
     bits = 8 * found["bytes"] / max(found["elements"], 1)
     total = f"{found['elements']:,} elements, {size(found['bytes'])}, {bits:.2f} bits per element"
     cache = "\n\n" + kv_text(found["kv_cache"], memory_gib) if found.get("kv_cache") else ""
-    return table(title, head, rows) + f"\n\n  {total}" + cache
+    return table(plain(title), head, rows) + f"\n\n  {total}" + cache

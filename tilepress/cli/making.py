@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tilepress
 from tilepress.cli.flags import Making
-from tilepress.cli.terminal import Bar, left_alone, quiet_libraries, say, size, table
+from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, size, table
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -109,7 +109,7 @@ def make(
     facts |= words.told | last
     print(json.dumps(facts, indent=2) if how.json_ else words.result(facts))
     for warning in made.warnings[:_WARNINGS_SHOWN]:
-        say(f"warning: {warning}")
+        say(f"warning: {plain(warning)}")
     if len(made.warnings) > _WARNINGS_SHOWN:
         say(f"warning: {len(made.warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     return made

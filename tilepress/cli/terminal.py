@@ -30,7 +30,7 @@ class Bar:
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[item]}"),
+                TextColumn("{task.fields[item]}", markup=False),
                 console=Console(stderr=True),
                 transient=True,
             )
@@ -46,6 +46,7 @@ class Bar:
 
     def at(self, item: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of work are done, and what is at hand."""
+        item = plain(item)
         self.done, self.total = done, max(total, 1)
         now = time.monotonic()
         if self._live:
@@ -59,12 +60,22 @@ class Bar:
             )
 
 
+def plain(text: str, keep: str = "") -> str:
+    """Return text with what moves a cursor, colours, hides or turns letters round as escapes; names in files are anyone's.
+
+    `keep` has characters that stay: the newlines of a text of several lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
     """Return aligned plain text: the first column to the left, the others to the right. It is the same in a terminal, a pipe and a README."""
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     lines = [title, ""] if title else []
     for row in [columns, *rows]:
@@ -104,8 +115,10 @@ def left_alone(reasons: dict[str, str]) -> str:
     """Return a line for each reason, with the first names."""
     lines = []
     for reason in sorted(set(reasons.values())):
-        names = [name for name, why in reasons.items() if why == reason]
-        lines.append(f"  left alone {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
+        names = [plain(name) for name, why in reasons.items() if why == reason]
+        lines.append(
+            f"  left alone {len(names)} x {plain(reason)}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}"
+        )
     return "\n".join(lines)
 
 

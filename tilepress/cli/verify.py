@@ -8,7 +8,7 @@ import typer
 
 import tilepress
 from tilepress.cli.flags import Json, Quiet
-from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, table
+from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, plain, quiet_libraries, table
 
 
 def verify(
@@ -31,6 +31,6 @@ def verify(
         print(table("", ["check", "looked at", "result"], rows))
         for check in found.checks:
             for finding in (*check.findings, *check.notes):
-                print(f"  {check.name}: {finding}")
+                print(f"  {check.name}: {plain(finding)}")
     if not found.passed:
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tilepress.compress.run.targets import linear_layers
+from tilepress.eval import other_tools
 from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
@@ -17,6 +18,7 @@ from tilepress.formats.checkpoint import (
     Checkpoint,
     Weight,
     read_header,
+    read_json,
     read_manifest,
 )
 from tilepress.formats.hub import locate
@@ -74,6 +76,7 @@ def verify(
 ) -> Verification:
     """Check a finished artifact: files and hashes, headers and index, packed words, declared counts, and loading (`reload`).
 
+    An artifact of compressed-tensors that another tool wrote is checked by that package's rules, in schemes that tilepress does not run too.
     With `base`, a folder or hub id, every kept value is compared with that model's. A folder that `save_pretrained` wrote has no manifest: it
     is checked as far as its tensors tell. `progress` is called with what is at hand, how many are done, and how many there are.
     Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
@@ -84,7 +87,8 @@ def verify(
 
 def _checks(path: Path, source: Checkpoint | None, reload: bool, progress: Progress) -> list[Check]:
     declared = (path / MANIFEST_NAME).exists()
-    if not declared and not _has_packed(path) and not (path / kv_calibration.FOLDER).exists():
+    foreign = None if declared else _scheme_of_others(path)
+    if not declared and not foreign and not _has_packed(path) and not (path / kv_calibration.FOLDER).exists():
         raise TilepressError(
             f"{path} has no {MANIFEST_NAME} and no packed weight",
             "give a folder that a tilepress command finished; continue an unfinished one with --resume",
@@ -104,7 +108,11 @@ def _checks(path: Path, source: Checkpoint | None, reload: bool, progress: Progr
         return [*checks, Check("index", 1, (error.message,))]
     checks.append(Check("index", len(checkpoint.tensors), ()))
     checks.append(_weights(checkpoint, weights, manifest if declared else None, progress))
-    if any(weight.layout == "int8" for weight in weights.values()):
+    if foreign:
+        tensors = {e.name: (DTYPE_NAMES[e.dtype], e.shape) for e in checkpoint.tensors.values()}
+        count, findings, notes = other_tools.check(checkpoint.config["quantization_config"], tensors, checkpoint.read)
+        checks.append(Check("compressed-tensors' rules", count, tuple(findings), tuple(notes)))
+    elif any(weight.layout == "int8" for weight in weights.values()):
         checks.append(_vllm(checkpoint))
     if (path / kv_calibration.FOLDER).exists():
         checks.append(_cache(checkpoint))
@@ -118,10 +126,20 @@ def _checks(path: Path, source: Checkpoint | None, reload: bool, progress: Progr
             if record.get(what)
         }
         checks.append(_against(checkpoint, weights, source, pruned, changed, progress))
-    if reload:
+    if reload and foreign:
+        checks.append(Check("loads", 0, (), (f"not tried, tilepress does not run it: {foreign}",)))
+    elif reload:
         sound = all(check.passed for check in checks)
         checks.append(_reload(path, len(weights)) if sound else Check("loads", 0, ("not tried: other checks failed",)))
     return checks
+
+
+def _scheme_of_others(path: Path) -> str | None:
+    """Return why tilepress does not run what compressed-tensors wrote here, or None where it does, or did not write it."""
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if not other_tools.is_of_compressed_tensors(config):
+        return None
+    return other_tools.why_not_ours(config["quantization_config"])
 
 
 def _has_packed(path: Path) -> bool:

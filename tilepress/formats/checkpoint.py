@@ -141,7 +141,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             numbers = [*shape, begin, end]
             if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
                 raise ValueError
-            name.encode()
+            if not name.isprintable():  # it would steer terminals and break lines; a lone surrogate has no bytes
+                raise ValueError
         except (KeyError, TypeError, ValueError) as error:
             raise refuse(f"tensor {name[:200]!r} is badly described: {str(info)[:120]}") from error
         nbytes = dtype.itemsize

@@ -424,6 +424,10 @@ class Int8Layout(Layout):
         stem = packed.name.removesuffix("weight")
         return examine(packed.name, {stem + part: tensor for part, tensor in packed.parts.items()})
 
+    def problem(self, packed: Int8Weight) -> str | None:
+        shape, rows = list(packed.scale.shape), self.form(packed).rows
+        return None if shape in ([rows, 1], [1], []) else f"a scale of {shape} for {rows} rows"
+
     def matrix(self, packed: Int8Weight) -> Tensor:
         return dequantize(*self.codes(packed))
 

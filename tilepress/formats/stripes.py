@@ -8,6 +8,8 @@ from torch.nn.functional import pad
 
 from tilepress.formats import TilepressError, dtype_name
 
+# Dtypes that torch stores and does not count; none loses a non-zero as float64.
+_NOT_COUNTED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 _ON_A_CARD = 1 << 25  # elements: there a thousand small operations take the time of a large one, and memory is at hand
 
 
@@ -45,7 +47,9 @@ def _storable(stripe: Tensor) -> bool:
 
 def nonzeros(tensor: Tensor) -> int:
     """Return how many elements are not zero."""
-    return sum(int(torch.count_nonzero(piece)) for piece in tensor.reshape(-1).split(1 << 22))
+    countable = tensor.dtype not in _NOT_COUNTED
+    pieces = tensor.reshape(-1).split(1 << 22)
+    return sum(int(torch.count_nonzero(piece if countable else piece.double())) for piece in pieces)
 
 
 def set_bits(bits: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def tiled_bitmap_spmm_ref(
     group: int,
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], scale [rows] of int8 values, bias [rows] or None -> [..., rows] of x's dtype.
-    Values and bias are converted to x's dtype before the product, int8 ones multiplied as they are and scaled after it. For inference: on a card no
-    gradient comes back."""
+    Values and bias are converted to x's dtype before the product, int8 ones multiplied as they are and scaled after it. The
+    op has no gradient: linear layers bring it (runtime/linear/packed.py)."""
     packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
     _check(x, packed, bias)
     if scale is None:

@@ -37,7 +37,7 @@ def tiled_csl_spmm_ref(
     x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
 ) -> Tensor:
     """x [..., cols] floating, words int32, offsets int32 [tiles + 1], bias [rows] or None -> [..., rows] of x's dtype. Values and bias are converted
-    to x's dtype before the product. For inference: on a card no gradient comes back."""
+    to x's dtype before the product. The op has no gradient: linear layers bring it (runtime/linear/packed.py)."""
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     check_arguments(x, words, offsets, bias, rows, tiled_csl.num_tiles(rows, packed.cols))
     return linear(x, tiled_csl.unpack(packed).to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -1,5 +1,7 @@
 """What is changed in transformers: only for the calls that it is meant for."""
 
+import sys
+
 import torch
 
 import tilepress
@@ -33,3 +35,17 @@ def test_only_our_own_callable_gets_more(checkpoint_of):
     assert seen["theirs"]["streamer"] is None and "tokenizer" not in seen["theirs"]
     plain = model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, eos_token_id=None)
     assert plain.shape == (1, 4)
+
+
+def test_after_import_waits_for_the_module(tmp_path, monkeypatch):
+    (tmp_path / "made_up_late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    hooks.after_import("made_up_late", lambda module: seen.append(module.value))
+    finders = len(sys.meta_path)
+    assert seen == []
+    import made_up_late
+
+    assert seen == [1] and len(sys.meta_path) == finders - 1
+    hooks.after_import("made_up_late", lambda module: seen.append(module))
+    assert seen == [1, made_up_late]

@@ -6,9 +6,11 @@ hidden states through finished layers again (`skip`), or, where that costs as mu
 walk writes every minute. At the end all facts become one file, which names what they were made from: its `identity`. `Found` reads it.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -291,7 +293,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         apart[name] = here.clone() if here.data_ptr() in seen else here
         seen.add(here.data_ptr())
     with disk_errors(path):
-        save_file(apart, temporary, metadata)
+        try:
+            save_file(apart, temporary, metadata)
+        except SafetensorError as error:  # of what it could not write it tells in words only
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

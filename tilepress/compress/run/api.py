@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 
 from tilepress.compress.run.finish import GENERAL, finish, history
+from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.shards import run_parallel, run_shards
@@ -102,14 +103,15 @@ class Run:
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
-        started, stages = time.monotonic(), {}
-        opened = open_output(plan, resume, overwrite, joining=world_size > 1)
-        if opened:
-            step = _counted(progress, recipe.work_units(plan, rank, world_size))
-            share = rank, world_size, device, step
-            stages = run_parallel(plan, workers, *share) if workers > 1 else run_shards(plan, *share)
-            if finish(plan) is None:
-                return None
+        started, stages, joining = time.monotonic(), {}, world_size > 1
+        with Lock(plan.output, plan.work, joining) as lock:
+            opened = open_output(plan, resume, overwrite, joining, lock)
+            if opened:
+                step = _counted(progress, recipe.work_units(plan, rank, world_size))
+                share = rank, world_size, device, step
+                stages = run_parallel(plan, workers, *share) if workers > 1 else run_shards(plan, *share)
+                if finish(plan) is None:
+                    return None
         return _outcome(
             plan.output,
             recipe,
@@ -256,14 +258,31 @@ def _stack(
         hint = "take a finished artifact or go on with --resume, replace it with --overwrite, or choose another -o DIR"
         raise UsageError(f"{output} exists and is not empty", hint)
     started, source_bytes = time.monotonic(), sum(entry.nbytes for entry in model.tensors.values())
-    if steps.exists() and not all(map(_is_step, steps.iterdir())):
+    if steps.exists() and not all(path.name == LOCK_NAME or _is_step(path) for path in steps.iterdir()):
         raise UsageError(f"{steps} holds files that are not of this run's steps", "move them away")
-    if how["resume"] and _is_made_by(output, model, recipes, texts):
+    with Lock(output, steps) as lock:
+        lock.take()
+        if how["resume"] and _is_made_by(output, model, recipes, texts):
+            shutil.rmtree(steps, ignore_errors=True)
+            seconds = time.monotonic() - started
+            return _outcome(output, recipes[-1], source_bytes, seconds=seconds, stages={}, was_complete=True)
+        made = _run_steps(model, output, steps, list(zip(recipes, texts, strict=True)), trust, how, progress)
         shutil.rmtree(steps, ignore_errors=True)
-        seconds = time.monotonic() - started
-        return _outcome(output, recipes[-1], source_bytes, seconds=seconds, stages={}, was_complete=True)
+    return replace(made, source_bytes=source_bytes, seconds=time.monotonic() - started)
+
+
+def _run_steps(
+    model: Checkpoint,
+    output: Path,
+    steps: Path,
+    recipes: list[tuple[Recipe, Text | None]],
+    trust: bool,
+    how: dict,
+    progress: Report | None,
+) -> Outcome:
+    """Run each recipe on what the one before made; return the outcome of the last, with the stages and warnings of all."""
     source, stages, warnings = model, {}, []
-    for number, (recipe, text) in enumerate(zip(recipes, texts, strict=True), 1):
+    for number, (recipe, text) in enumerate(recipes, 1):
         folder = output if number == len(recipes) else steps / f"{number}-{recipe.command.split()[-1]}"
         run = Run(make_plan(Inputs(source, text, trust), folder, recipe))
 
@@ -275,9 +294,7 @@ def _stack(
         add(stages, made.stages)
         warnings += made.warnings
         source = Checkpoint(folder, name=model.name)
-    shutil.rmtree(steps, ignore_errors=True)
-    warned, seconds = tuple(dict.fromkeys(warnings)), time.monotonic() - started
-    return replace(made, source_bytes=source_bytes, warnings=warned, seconds=seconds, stages=stages)
+    return replace(made, warnings=tuple(dict.fromkeys(warnings)), stages=stages)
 
 
 def _is_step(folder: Path) -> bool:

@@ -154,6 +154,9 @@ def model_card(manifest: dict) -> str:
             'model = AutoModelForCausalLM.from_pretrained("DIR")',
             "```",
             "",
+            "Without the import transformers stops at the shapes of the packed weights. Do not silence it there: with "
+            "`ignore_mismatched_sizes=True` it would fill these layers with random numbers.",
+            "",
             "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights"
             + (" (INT8: rounded)." if any(t.get("value_dtype") == "int8" for t in packed) else "."),
             "",

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.plan import Plan
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
@@ -13,11 +14,11 @@ from tilepress.formats.files import read_json
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
 
 
-def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False) -> bool:
-    """Make the output folder ready; return False if the artifact is already complete.
+def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False, lock: Lock | None = None) -> bool:
+    """Make the output folder ready, and take its lock; return False if the artifact is already complete.
 
     An unfinished run of the same plan goes on only with `resume` (or when `joining`, as one of several ranks). Raises UsageError
-    where something is in the way, and TilepressError where the disk has too little room.
+    where something is in the way or another run is at work, and TilepressError where the disk has too little room.
     """
     check_place(plan.output, plan.source)
     if overwrite and (resume or joining):
@@ -25,16 +26,11 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
             f"--overwrite cannot go with {'--resume' if resume else 'several ranks: each would remove what the others wrote'}",
             "run it alone first, or remove the folder" if joining else "choose one of them",
         )
-    occupied = plan.output.exists() and any(plan.output.iterdir())
-    if occupied and not overwrite:
-        state = _what_is_there(plan)
-        if state == "finished" and (resume or joining):
-            _check_sources(plan)
-            shutil.rmtree(plan.work, ignore_errors=True)
-            return False
-        if state != "fresh" and not (state == "started" and (resume or joining)):
-            _refuse(plan, state, resume)
-    own = _own_files(plan.output) if occupied else []
+    if lock is not None and plan.work.exists():
+        lock.take()
+    own = _look(plan, resume, overwrite, joining)
+    if own is None:
+        return False
     parent = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
     needed = plan.expected_bytes + plan.scratch_bytes + _SPARE_BYTES
     needed -= sum(path.stat().st_size for path in own if path.is_file())
@@ -44,13 +40,42 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
             f"{needed / 1e9:.2f} GB are needed in {parent}, {free / 1e9:.2f} GB are free",
             "free some space or choose another -o DIR",
         )
-    if occupied and overwrite:
-        _clear(plan.output, own)
+    if lock is not None and not lock.held:
+        lock.take()
+        own = _look(plan, resume, overwrite, joining)  # a run may have come and gone since
+        if own is None:
+            return False
+    if overwrite:
+        _clear(plan, own)
     with disk_errors(plan.work):
         plan.work.mkdir(parents=True, exist_ok=True)
     facts = {"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.settings}
     write_atomic(plan.work / "plan.json", to_json(facts), plan.work)
     return True
+
+
+def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path] | None:
+    """Return the files of ours that stand in the output, or None where it is this plan's finished artifact, which was asked for.
+
+    Raises UsageError where something is in the way."""
+    if not plan.output.exists() or not any(plan.output.iterdir()):
+        return []
+    if not overwrite:
+        state = _what_is_there(plan)
+        if state == "finished" and (resume or joining):
+            _check_sources(plan)
+            shutil.rmtree(plan.work, ignore_errors=True)
+            return None
+        if state != "fresh" and not (state == "started" and (resume or joining)):
+            _refuse(plan, state, resume)
+    own = _own_files(plan.output)
+    for folder, names, _ in os.walk(plan.output):
+        if link := next((Path(folder, name) for name in names if Path(folder, name).is_symlink()), None):
+            raise UsageError(
+                f"{link} is a link to another folder: what stands there is not this run's to write or remove",
+                "remove the link, or choose another -o DIR",
+            )
+    return own
 
 
 def check_place(output: Path, source: Path) -> None:
@@ -69,7 +94,7 @@ def _what_is_there(plan: Plan) -> str:
         found = _fingerprint(out / MANIFEST_NAME)
         return "finished" if found == plan.fingerprint else "artifact"
     if (plan.work / "plan.json").exists():
-        if [path.name for path in plan.work.iterdir()] == ["plan.json"]:
+        if {path.name for path in plan.work.iterdir()} <= {"plan.json", LOCK_NAME}:
             return "fresh"  # it failed before anything was done
         return "started" if _fingerprint(plan.work / "plan.json") == plan.fingerprint else "run"
     # Killed before the plan was there, or another rank is about to write it.
@@ -124,9 +149,14 @@ def _own_files(out: Path) -> list[Path]:
     )
 
 
-def _clear(out: Path, own: list[Path]) -> None:
-    with disk_errors(out):
-        (out / "config.json").unlink(missing_ok=True)  # from here on nothing loads it
+def _clear(plan: Plan, own: list[Path]) -> None:
+    """Remove our files, and of the work folder all but the lock that is held."""
+    with disk_errors(plan.output):
+        (plan.output / "config.json").unlink(missing_ok=True)  # from here on nothing loads it
         for path in own:
             path.unlink(missing_ok=True)
-        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
+        for path in plan.work.iterdir() if plan.work.exists() else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK_NAME:
+                path.unlink(missing_ok=True)

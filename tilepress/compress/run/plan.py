@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilepress.compress.run.encode import Compressed
 from tilepress.compress.run.targets import LeftAlone, Target, find_targets
-from tilepress.formats import dtype_name
+from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, PICKLE_SUFFIXES, Checkpoint, Weight
 from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
@@ -323,9 +323,10 @@ def source_mtime(plan: Plan, shard: Shard) -> int:
 def other_files(source: Path) -> list[Path]:
     """Files beside the weights that belong to a model, relative to its folder: tokenizer, licence, code, sidecars.
 
-    Not weights in other formats, not hidden files, not folders that are checkpoints of their own.
+    Not weights in other formats, not hidden files, not folders that are checkpoints of their own. Raises UsageError for a link to
+    a file that is not the model's: an artifact is published, and the file behind the link was perhaps not meant to be.
     """
-    found = []
+    found, own_folders = [], (source.resolve(), *_hub_blobs(source))
     for folder, names, files in os.walk(source):
         here = Path(folder).relative_to(source)
         own = ("config.json", MANIFEST_NAME, INDEX_NAME) if here == Path() else ()
@@ -338,5 +339,16 @@ def other_files(source: Path) -> list[Path]:
                 path.suffix == ".safetensors" and here.parts[:1] != (KV_FOLDER,)
             )
             if name not in own and not name.startswith(".") and not weights and (source / path).is_file():
+                if not any((source / path).resolve().is_relative_to(own_folder) for own_folder in own_folders):
+                    raise UsageError(
+                        f"{source / path} is a link to {(source / path).resolve()}, outside of the model's folder",
+                        "copy the file there if it belongs to the model, else remove the link",
+                    )
                 found.append(path)
     return found
+
+
+def _hub_blobs(source: Path) -> list[Path]:
+    """Return where the files of a snapshot lie in the hub's cache, to which it links; nothing for any other folder."""
+    parents = source.resolve().parents
+    return [parents[1] / "blobs"] if len(parents) > 1 and parents[0].name == "snapshots" else []

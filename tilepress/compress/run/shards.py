@@ -23,7 +23,7 @@ from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import ShardWriter, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
 from tilepress.formats.layout import Add
-from tilepress.formats.stripes import converted
+from tilepress.formats.stripes import converted, nonzeros as count_nonzeros
 
 
 def run_shards(
@@ -227,7 +227,7 @@ def _copy(recipe: Recipe, checkpoint: Checkpoint, weight: Weight, state: dict, a
 def _counted(pieces: Iterator[Tensor], nonzeros: list[int]) -> Iterator[Tensor]:
     """The pieces; how many elements of each are not zero is added to the list."""
     for piece in pieces:
-        nonzeros.append(int(torch.count_nonzero(piece)))
+        nonzeros.append(count_nonzeros(piece))
         yield piece
 
 

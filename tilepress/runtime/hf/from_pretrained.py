@@ -2,6 +2,8 @@
 checkpoints, and the calibrated cache.
 """
 
+from functools import cache
+
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -41,8 +43,9 @@ def _install_cache(model: PreTrainedModel, options: dict) -> None:
         kv_cache.install(model, calibration)
 
 
+@cache
 def install() -> None:
-    """Make from_pretrained load every artifact. Called once, by the import of `tilepress.hf`."""
+    """Make from_pretrained load every artifact. `tilepress.hf` calls it when it is imported, and once more when it is run."""
     register()
     hooks.replace_quantization_config(int8.METHOD, _CompressedTensors)
     hooks.after_from_pretrained(_install_cache)

@@ -1,15 +1,19 @@
-"""Every place where the runtime reaches into transformers: what it registers there, and the functions of transformers that it changes.
+"""Every place where the runtime reaches into transformers and peft: what it registers there, and the functions that it changes.
 
 Modules of one loaded model get other forwards by subclasses.py. Calibration of the attention cache registers an attention function of its own
 (compress/kv/attention.py). Nothing of tilepress is imported here. Each function gets what it puts in place, and says for which calls transformers
 behaves otherwise.
 """
 
+import importlib.abc
+import importlib.util
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import ModuleType
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel, modeling_utils
@@ -44,6 +48,48 @@ def after_from_pretrained(finish: Callable[[PreTrainedModel, dict], None]) -> No
         return loaded
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when that is imported, once."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]):
+        self.name, self.function = name, function
+
+    def find_spec(self, name, path, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.function(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module of an optional package, now or when something imports it."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+def count_parameters(of: Callable[[torch.nn.Module], int]) -> None:
+    """Add to `num_parameters` what `of` counts of each module: weights that are no parameters of torch, and never trainable."""
+    stock = PreTrainedModel.num_parameters
+
+    @wraps(stock)
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        found = stock(self, only_trainable, exclude_embeddings)
+        return found if only_trainable else found + sum(map(of, self.modules()))
+
+    PreTrainedModel.num_parameters = num_parameters
 
 
 def register_attention(name: str, function: Callable) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.models.families import Family, Names, family_of, part
-from tilepress.runtime.hf.subclasses import change_forward
+from tilepress.runtime.hf.subclasses import change_forward, is_changed, restore_forward
 from tilepress.runtime.linear.between import Activation, Norm
-from tilepress.runtime.linear.int8 import Int8Linear, MergedInt8Linear, mergeable, quantizes
+from tilepress.runtime.linear.int8 import Int8Linear, MergedInt8Linear, mergeable, quantizes, without_gradient
 
 
 class _Slice(nn.Module):
@@ -45,6 +45,29 @@ def fuse(model: nn.Module) -> int:
             change_forward(layer, forward, "Int8")
             count += 1
     return count
+
+
+def take_apart(model: nn.Module) -> None:
+    """Give decoder layers that `fuse` has changed their own projections and forward back; a layer's weights are copied."""
+    for layer in list(model.modules()):
+        if not (is_changed(layer) and "family" in vars(layer)):
+            continue
+        names, attention = layer.family.names, part(layer, layer.family.names.attention)
+        if len(names.qkv) == 1:
+            part(layer, names.merged_qkv).__class__ = Int8Linear
+        else:
+            for name, linear in attention.qkv_proj.split().items():
+                setattr(attention, name, linear)
+            del attention.qkv_proj
+        if len(names.inner) > 1:
+            parts = part(layer, names.merged_inner).split()
+            owner, _, name = names.merged_inner.rpartition(".")
+            delattr(layer.get_submodule(owner), name)
+            for path in names.inner:
+                owner, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(owner), name, parts[name])
+        del layer.family
+        restore_forward(layer)
 
 
 def _stays(layer: nn.Module) -> bool:
@@ -97,9 +120,10 @@ def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
     qkv, inner, outer = (part(self, path) for path in (names.merged_qkv, names.merged_inner, names.outer))
     *codes, _ = Norm(part(self, names.input_norm), family.norm).codes(hidden_states, None, qkv)
     kwargs |= dict(zip(family.positional[: len(args)], args, strict=True))
-    out, _ = part(self, names.attention)(qkv.multiply(*codes, dtype), **kwargs)
+    out, _ = part(self, names.attention)(without_gradient(qkv.multiply(*codes, dtype), hidden_states), **kwargs)
     if names.after_attention is not None:
         out = part(self, names.after_attention)(out)
     *codes, residual = Norm(part(self, names.mlp_norm), family.norm).codes(out, hidden_states, inner)
     out = Activation.of(self, family).into(outer, inner.multiply(*codes, dtype))
+    out = without_gradient(out, residual)
     return residual + (out if names.after_mlp is None else part(self, names.after_mlp)(out))

@@ -7,6 +7,7 @@ device_map, tied embeddings, saving. Once the weights are there, decoder layers 
 unexpected or of another shape raises: a model with a random layer is worse than none.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from tilepress.formats.checkpoint import (
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.models.experts import SeparateExperts, place_of
-from tilepress.runtime.hf import hooks
+from tilepress.runtime.hf import adapters, hooks
 from tilepress.runtime.hf.int8_layers import fuse
 from tilepress.runtime.linear.packed import PackedLinear, packed_linear
 
@@ -33,9 +34,12 @@ METHOD = "tilepress"
 _VERIFY = "`tilepress verify DIR` lists every finding"
 
 
+@functools.cache
 def register() -> None:
-    """Makes from_pretrained know artifacts; calling it again does nothing."""
+    """Makes from_pretrained know artifacts, and peft their layers; calling it again does nothing."""
     hooks.add_quantizer(METHOD, TilepressConfig, TilepressQuantizer)
+    hooks.count_parameters(lambda m: m.out_features * m.in_features if isinstance(m, PackedLinear) else 0)
+    adapters.register()
 
 
 class TilepressConfig(QuantizationConfigMixin):
@@ -126,7 +130,9 @@ class TilepressQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self):
-        return False
+        """Tell Trainer whether adapters can be trained: gradients pass all layers but those of quantized activations."""
+        config = self.quantization_config.to_dict()
+        return not config.get("config_groups") or scheme_of(config).activations == "none"
 
     @property
     def is_compileable(self):

@@ -12,6 +12,16 @@ def change_forward(module: nn.Module, forward: Callable, prefix: str) -> None:
     module.__class__ = _subclass(type(module), forward, prefix)
 
 
+def is_changed(module: nn.Module) -> bool:
+    """Return whether a module has a forward by `change_forward`. Transformers may have wrapped that since, so it is not compared."""
+    return "stock_forward" in vars(type(module))
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Give a module of `change_forward` the class back that it had."""
+    module.__class__ = type(module).__bases__[0]
+
+
 @cache
 def _subclass(kind: type, forward: Callable, prefix: str) -> type:
     def reduce(self, _protocol):

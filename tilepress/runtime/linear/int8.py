@@ -10,7 +10,7 @@ from tilepress.formats import TilepressError
 from tilepress.formats.int8 import Int8Layout, Int8Scheme, Int8Weight
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.arch import Path
-from tilepress.runtime.linear.packed import PackedLinear, register
+from tilepress.runtime.linear.packed import PackedLinear, product, register
 
 ops = torch.ops.tilepress
 _VERIFY = "`tilepress verify DIR` lists every finding"
@@ -81,10 +81,10 @@ class Int8Linear(PackedLinear):
         return getattr(self, "input_scale", None), getattr(self, "input_zero_point", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features] -> [..., out_features]; x gets a gradient where activations are not quantized."""
         if self.scheme.activations == "none":
-            return ops.w8a16_gemm(x, self.matrix, self.weight_scale, self.bias)
-        return self.multiply(*self.codes(partial(quantized, x)), x.dtype)
+            return product(self, lambda x: ops.w8a16_gemm(x, self.matrix, self.weight_scale, self.bias), x)
+        return without_gradient(self.multiply(*self.codes(partial(quantized, x)), x.dtype), x)
 
     def codes(self, quantize: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Codes and scale for `multiply`, by what makes them of a mode, an input scale and a zero point."""
@@ -138,6 +138,26 @@ def quantized(x: Tensor, mode: int, scale: Tensor | None, zero_point: Tensor | N
     return ops.quantize_int8_static(x, scale, zero_point), scale
 
 
+class _Rounded(torch.autograd.Function):
+    """What was computed from rounded codes of x: as it is forwards, and no way back."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, x: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise TilepressError(
+            "activations that are quantized to int8 have no gradient: their rounding is flat",
+            "train the model that it was made from, a sparse artifact or one of INT8 weights alone",
+        )
+
+
+def without_gradient(y: Tensor, x: Tensor) -> Tensor:
+    """Return y, which codes of x made. Where a gradient of x is asked for, the backward pass through y raises TilepressError."""
+    return _Rounded.apply(y, x) if torch.is_grad_enabled() and x.requires_grad else y
+
+
 class MergedInt8Linear(Int8Linear):
     """Several linear layers of one input as one GEMM, their outputs side by side. A state dict has them under their own names."""
 
@@ -162,6 +182,20 @@ class MergedInt8Linear(Int8Linear):
             self.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_merge)
+
+    def split(self) -> dict[str, Int8Linear]:
+        """Return the layers that were merged, by name, with copies of their tensors."""
+        state, scheme = (
+            self.state_dict(),
+            Int8Scheme("tensor" if self.per_tensor else "channel", self.scheme.activations),
+        )
+        linears, dtype = {}, self.weight_scale.dtype
+        for name, size, with_bias in zip(self.names, self.sizes, self.with_bias, strict=True):
+            linears[name] = made = Int8Linear(size, self.in_features, scheme, dtype, with_bias)
+            own = {part.removeprefix(f"{name}."): t for part, t in state.items() if part.startswith(f"{name}.")}
+            made.load_state_dict(own, assign=True)
+            made.requires_grad_(False)
+        return linears
 
 
 def _outer(prefix: str) -> str:

@@ -11,7 +11,7 @@ from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
 from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm
 from tilepress.kernels.arch import Path
-from tilepress.runtime.linear.packed import PackedLinear, biases, one_weight, register
+from tilepress.runtime.linear.packed import PackedLinear, biases, one_weight, product, register
 
 
 class SparseLinear(PackedLinear):
@@ -39,7 +39,7 @@ class SparseLinear(PackedLinear):
         return cls(packed, bias is not None, bias)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features] -> [..., out_features], without gradients."""
         raise NotImplementedError
 
     def merged(self, others: list["SparseLinear"]) -> "SparseLinear | None":
@@ -54,10 +54,10 @@ class SparseLinear(PackedLinear):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+        """x [..., in_features] -> [..., out_features], with gradients of x and of the bias."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
-        return self.multiply(x)
+        return product(self, self.multiply, x)
 
 
 class TiledCSLLinear(SparseLinear):
@@ -71,6 +71,11 @@ class TiledCSLLinear(SparseLinear):
     def multiply(self, x: Tensor) -> Tensor:
         return torch.ops.tilepress.tiled_csl_spmm(
             x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
+        )
+
+    def dense(self) -> Tensor:
+        return torch.ops.tilepress.tiled_csl_decode(
+            self.weight, self.weight_offsets, self.out_features, self.in_features, self.value_dtype
         )
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
@@ -103,6 +108,11 @@ class TiledBitmapLinear(SparseLinear):
             self.value_dtype,
             self.group,
         )
+
+    def dense(self) -> Tensor:
+        stored = self.weight, self.weight_offsets, self.weight_scale
+        shape = self.out_features, self.in_features
+        return torch.ops.tilepress.tiled_bitmap_decode(*stored, *shape, self.value_dtype, self.group)
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
         return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
