@@ -122,7 +122,7 @@ def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
             cache = model(torch.tensor([window])).past_key_values
         keys.append([layer.keys[0] for layer in cache.layers])
         values.append([layer.values[0] for layer in cache.layers])
-    for number, sides in enumerate(found.layers):
+    for number, sides in enumerate(layer.sides for layer in found.layers):
         for side, parts in zip(sides, (keys, values), strict=True):
             seen = torch.cat([layers[number] for layers in parts], 1)
             torch.testing.assert_close(side.channels[0], seen.mean(1), rtol=1e-4, atol=1e-5)
@@ -213,7 +213,7 @@ def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
 def test_error_weights(checkpoint_of, tmp_path):
     """Of a value its scale squared; of a key also the power of the queries that meet it; a mean of 1 in each head."""
     calibrate(checkpoint_of("llama"), tmp_path / "out", rotation="none")
-    for keys, values in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
+    for keys, values, *_ in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
         expected = values.channels[1].square()
         torch.testing.assert_close(values.channels[2], expected / expected.mean(-1, keepdim=True))
         power = keys.channels[2] / keys.channels[1].square()

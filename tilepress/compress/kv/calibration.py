@@ -19,7 +19,7 @@ from tilepress.compress.run.targets import Target, find_targets
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
-from tilepress.formats.kv_calibration import FOLDER, KVCalibration, Side, to_files, weights_hash
+from tilepress.formats.kv_calibration import FOLDER, CachedLayer, KVCalibration, Side, to_files, weights_hash
 from tilepress.formats.kv_int4 import KVFormat
 
 SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
@@ -44,7 +44,8 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     targets, _ = find_targets(source, (), plan.trust_remote_code, quantized=True)
     found = Walk.over_text(plan, "kv", _Search(settings, targets), device, progress).run()
     rotates, facts = found.facts["rotates"], {key: value for key, value in found.facts.items() if key != "rotates"}
-    calibration = KVCalibration(form, shape.kv_heads, tuple(_sides(found)), rotates, form.refits, facts)
+    layers = tuple(CachedLayer(*sides, form, rotates) for sides in _sides(found))
+    calibration = KVCalibration(shape.kv_heads, layers, form.refits, facts)
     (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(calibration, weights_hash(source)).items():
         write_atomic(plan.work / name, content, plan.work)

@@ -12,8 +12,8 @@ from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress,
 from tilepress.compress.run.targets import LeftAlone, Target
 from tilepress.formats import UsageError, check_kinds
 from tilepress.formats.checkpoint import Checkpoint, read_json
-from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, form_of
-from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, forms_in, name_of
+from tilepress.formats.kv_int4 import Forms, KVFormat
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.text import Text
 
@@ -79,7 +79,7 @@ class KVCache(Recipe):
 
     def foreseen(self, inputs: Inputs) -> dict:
         shape = attention_shape(inputs.checkpoint, inputs.trust_remote_code)
-        return {"kv_cache": sizes(self.form(shape.head_dim), shape.kv_heads * shape.layers)}
+        return {"kv_cache": sizes([self.form(shape.head_dim)] * shape.layers, shape.kv_heads)}
 
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Estimate the peak memory in bytes.
@@ -130,11 +130,14 @@ class KVCache(Recipe):
         return config | {CONFIG_KEY: FOLDER}
 
 
-def sizes(form: KVFormat, heads: int) -> dict:
-    """Bytes of cache a token with bfloat16 and with a format, and the tokens that fit into a GiB; `heads` of all layers together."""
-    before, after = 2 * heads * form.head_dim * 2, 2 * heads * form.row_bytes
+def sizes(forms: list[Forms], heads: int) -> dict:
+    """Bytes of cache a token with bfloat16 and with the layers' formats, and the tokens that fit into a GiB; `heads` of each layer."""
+    rows = [row for form in forms for row in (form.key, form.value)]
+    before, after = (
+        heads * sum(sizes) for sizes in ([2 * row.head_dim for row in rows], [row.row_bytes for row in rows])
+    )
     return {
-        "format": form.name,
+        "format": name_of(forms),
         "bytes_per_token_bfloat16": before,
         "bytes_per_token": after,
         "tokens_per_gib_bfloat16": (1 << 30) // before,
@@ -145,4 +148,4 @@ def sizes(form: KVFormat, heads: int) -> dict:
 def told(facts: dict) -> dict:
     """The manifest's entry for a sidecar, from its facts."""
     kept = {key: facts[key] for key in ("rotation", "windows", "tokens", "report", "warnings")}
-    return sizes(form_of(facts), facts["kv_heads"] * facts["layers"]) | kept
+    return sizes(forms_in(facts), facts["kv_heads"]) | kept
