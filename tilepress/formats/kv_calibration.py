@@ -23,7 +23,7 @@ from tilepress.formats.kv_int4 import LEAST_SCALE, Forms, KVFormat, forms_of
 FOLDER = "kv_cache"
 CONFIG_KEY = "tilepress_kv_cache"  # of config.json, names the folder
 FACTS_NAME, TENSORS_NAME = "kv_cache.json", "scales.safetensors"
-VERSION, MIXED_VERSION = 1, 2  # 2: layers, or keys and values, differ in form or rotation
+VERSION, MIXED_VERSION = 1, 2  # 2: `KVCalibration.is_mixed`
 _MOST_REFITS = 8
 _AGAIN = "calibrate again: `tilepress compress kv`"
 
@@ -72,9 +72,9 @@ class KVCalibration:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether layers, or a layer's keys and values, differ in form or rotation."""
+        """Whether layers, or a layer's keys and values, differ in form or rotation, or are stored in 16 bits: what version 1 of the sidecar cannot say."""
         first = self.layers[0]
-        return any(
+        return first.form.key.bits == 16 or any(
             (layer.form.key, layer.form.value, layer.rotate) != (first.form.key, first.form.key, first.rotate)
             for layer in self.layers
         )
