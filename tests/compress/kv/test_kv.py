@@ -114,7 +114,7 @@ def test_every_family(checkpoint_of, tmp_path, family, settings):
 def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
     """Means of keys after RoPE and of values, against the stock cache of the whole model."""
     source, text = checkpoint_of("llama", torch.float32), few_words(4, 64)
-    calibrate(source, tmp_path / "out", text, rotation="none")
+    calibrate(source, tmp_path / "out", text, rotation="none", bits=8)
     found = kv_calibration.load(Checkpoint(tmp_path / "out"))
     model, keys, values = AutoModelForCausalLM.from_pretrained(source), [], []
     for window in text.windows(AutoTokenizer.from_pretrained(source)):
@@ -190,12 +190,50 @@ def test_the_grid_is_searched_by_the_outputs_error():
 
     chosen = dict(zip(("key", "value"), kv_search.choose(seen, form, False)[:2], strict=True))
     for what, side in chosen.items():
-        others = [
-            error({what: kv_search._side(seen, what, form, alpha, clip, False)})
+        plain = {
+            (alpha, clip): kv_search._side(seen, what, form, alpha, clip, False)
             for alpha in kv_search.ALPHAS
             for clip in kv_search.CLIPS[False]
-        ]
+        }
+        first = getattr(sample, what)[:, 0]
+        moved = [kv_search.on_grid(first, form, side, False) for (_, clip), side in plain.items() if clip == 1]
+        others = [error({what: side}) for side in (*plain.values(), *moved)]
         assert error({what: side}) == pytest.approx(min(others), rel=1e-4) and max(others) > 1.3 * min(others)
+
+
+def _with_a_sink(scale: float = 3.0) -> LayerSeen:
+    """A layer with two windows in which most attention goes to the first token, whose key and value are always the same."""
+    generator = torch.Generator().manual_seed(0)
+    seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
+    sink = torch.randn(2, 1, 2, 1, 32, generator=generator)
+    for _ in range(2):
+        query, key, value = (torch.randn(1, heads, 100, 32, generator=generator) for heads in (4, 2, 2))
+        key[:, :, :1], value[:, :, :1] = sink[0], 0.3 * sink[1]
+        query += scale * sink[0].repeat_interleave(2, 1)
+        seen.add(query, key, value, 0.2, keep=True)
+    return seen
+
+
+@pytest.mark.parametrize("form,rotate", [(KVFormat(32), False), (KVFormat(32), True)], ids=str)
+def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
+    """Where it takes most of the attention: to the rounding of float16 scales, and the output's error falls by half."""
+    seen = _with_a_sink()
+    weights = torch.einsum("hgnd,htd->hgnt", seen.samples[0].query, seen.samples[0].key) * 0.2
+    assert float(weights.softmax(-1)[..., 0].mean()) > 0.6
+    key, value, facts = kv_search.choose(seen, form, rotate)
+    assert facts["key_first_exact"] and facts["value_first_exact"]
+    plain = [kv_search._side(seen, what, form, facts[f"{what}_alpha"], 1.0, rotate) for what in ("key", "value")]
+    for what, side, before, turned in zip(("key", "value"), (key, value), plain, (rotate, False), strict=True):
+        first = getattr(seen.samples[1], what)[:, :1].transpose(0, 1)
+        back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
+        assert float((back - first).norm() / first.norm()) < 2e-3
+        assert float((rounded - first).norm() / first.norm()) > 0.03
+    search = kv_search.Search(seen)
+    errors = [
+        search.error(key=search.back("key", form, k, rotate), value=search.back("value", form, v, rotate))
+        for k, v in ((key, value), plain)
+    ]
+    assert errors[0] ** 0.5 == pytest.approx(facts["output_error"], rel=1e-4) and errors[0] < 0.5 * errors[1]
 
 
 def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):

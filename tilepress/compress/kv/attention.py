@@ -125,6 +125,13 @@ class LayerSeen:
     windows: int = 0
     scaling: float = 1.0
     samples: list[Sample] = field(default_factory=list)
+    firsts: dict[str, list[Tensor]] = field(
+        default_factory=lambda: {"key": [], "value": []}
+    )  # [KV heads, D] of each window
+
+    def first(self, what: str) -> Tensor:
+        """Return the middle key or value of a window's first token, channel by channel: [KV heads, D]."""
+        return torch.stack(self.firsts[what]).median(0).values
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool) -> None:
         """Add a window: query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
@@ -143,6 +150,7 @@ class LayerSeen:
                     f"the {what}s of {self.name} are not finite during calibration",
                     "the checkpoint overflows in its own dtype: check it with `tilepress eval perplexity`",
                 )
+            self.firsts[what].append((keys if what == "key" else values)[:, 0])
             before = getattr(self, what)
             setattr(self, what, ranges if before is None else before.add(ranges))
         longest = by_pairs(keys.square(), shape, torch.sum).amax(1).sqrt()

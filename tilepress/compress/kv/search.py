@@ -8,6 +8,11 @@ Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of 
 the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
 root mean squares: there scale = (k / q)^alpha.
 
+A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
+its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
+2402.17762). So means may be moved, by at most half a step of that row, until it lies on the grid of its own codes: it is stored exactly, and other rows find
+their scales around means that are a little off. The grid has each alpha with and without.
+
 Static ranges of keys must hold at positions that calibration never saw. RoPE turns a pair of channels and leaves its length: so the range of
 both is the largest length that was seen, around 0.
 """
@@ -66,13 +71,21 @@ class Search:
                 form, False, Side(None), self.error(**{what: self.back(what, form, Side(None), False)}), {}
             )
         sides = {
-            (alpha, clip): _side(self.seen, what, form, alpha, clip, rotate)
+            (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
         }
+        if form.bits == 4:
+            sides |= {
+                (alpha, clip, True): on_grid(self.seen.first(what), form, side, rotate and what == "key")
+                for (alpha, clip, _), side in sides.items()
+                if clip == 1.0 or form.static
+            }
         costs = {point: self.error(**{what: self.back(what, form, side, rotate)}) for point, side in sides.items()}
-        alpha, clip = min(costs, key=costs.get)
-        facts = {f"{what}_alpha": alpha, f"{what}_clip": clip}
-        return Candidate(form, rotate, sides[alpha, clip], costs[alpha, clip], facts)
+        point = min(costs, key=costs.get)
+        facts = {f"{what}_alpha": point[0], f"{what}_clip": point[1]}
+        if form.bits == 4:
+            facts[f"{what}_first_exact"] = point[2]
+        return Candidate(form, rotate, sides[point], costs[point], facts)
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
@@ -137,6 +150,15 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
     scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
     channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
+
+
+def on_grid(row: Tensor, form: KVFormat, side: Side, rotate: bool) -> Side:
+    """Return the side with means moved so that `row` [KV heads, D] float32 comes back exactly, but for float16 scales.
+
+    Its scale and shift are those of its extremes, which a refit leaves where they are once all codes are exact: so the clip has to be 1."""
+    channels = side.channels.clone()
+    channels[0] += row - fake_quantize(row[None], form, channels, side.fixed, side.clip, rotate, 0)[0]
+    return side._replace(channels=channels)
 
 
 def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:
