@@ -188,7 +188,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
         }
         return float((kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact).norm() / exact.norm())
 
-    chosen = dict(zip(("key", "value"), kv_search.choose(seen, form, False)[:2], strict=True))
+    chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
         plain = {
             (alpha, clip): kv_search._side(seen, what, form, alpha, clip, False)
@@ -220,15 +220,16 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     seen = _with_a_sink()
     weights = torch.einsum("hgnd,htd->hgnt", seen.samples[0].query, seen.samples[0].key) * 0.2
     assert float(weights.softmax(-1)[..., 0].mean()) > 0.6
-    key, value, facts = kv_search.choose(seen, form, rotate)
+    search = kv_search.Search(seen)
+    key, value, facts = kv_search.choose(search, form, rotate)
     assert facts["key_first_exact"] and facts["value_first_exact"]
-    plain = [kv_search._side(seen, what, form, facts[f"{what}_alpha"], 1.0, rotate) for what in ("key", "value")]
-    for what, side, before, turned in zip(("key", "value"), (key, value), plain, (rotate, False), strict=True):
+    turns = {"key": rotate, "value": False}
+    plain = [kv_search._side(seen, what, form, facts[f"{what}_alpha"], 1.0, turns[what]) for what in turns]
+    for (what, turned), side, before in zip(turns.items(), (key, value), plain, strict=True):
         first = getattr(seen.samples[1], what)[:, :1].transpose(0, 1)
         back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
         assert float((back - first).norm() / first.norm()) < 2e-3
         assert float((rounded - first).norm() / first.norm()) > 0.03
-    search = kv_search.Search(seen)
     errors = [
         search.error(key=search.back("key", form, k, rotate), value=search.back("value", form, v, rotate))
         for k, v in ((key, value), plain)
@@ -324,7 +325,9 @@ def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, 
     run = partial(run_recipe, KVCache(rotation=rotation), source, text=few_words(4, 64))
     states = killed_before_each_rename(run, whole, monkeypatch)
     searched, choose = [], calibration.choose
-    monkeypatch.setattr(calibration, "choose", lambda seen, *rest: searched.append(seen.name) or choose(seen, *rest))
+    monkeypatch.setattr(
+        calibration, "choose", lambda search, *rest: searched.append(search.seen.name) or choose(search, *rest)
+    )
     # Before the renames: the plan, then each layer's tensors and facts, and the facts of all.
     for step, layers in ((1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 0), (8, 0)):
         searched.clear()

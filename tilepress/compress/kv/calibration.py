@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilepress.compress.kv.attention import AttentionShape, Watch, rotary_dim
 from tilepress.compress.kv.budget import Option, assign
-from tilepress.compress.kv.search import candidates, choose
+from tilepress.compress.kv.search import Search, candidates, choose
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import Found, Layer, Visitor, Walk
 from tilepress.compress.run.plan import Plan, Progress
@@ -76,10 +76,10 @@ class _Search(Visitor):
         self.watch = Watch(model, self.shape)
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        seen = self.watch.layer(layer, SAMPLED_WINDOWS)
+        search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
         found, tensors = {}, {}
         for rotate in self.settings.rotations:
-            *sides, facts = choose(seen, self.settings.forms[0], rotate)
+            *sides, facts = choose(search, self.settings.forms[0], rotate)
             found[_key(rotate)] = [{"layer": layer.number} | facts]
             for what, side in zip(("key", "value"), sides, strict=True):
                 for part, tensor in zip(("channels", "fixed"), side[:2], strict=True):
@@ -114,10 +114,10 @@ class _BudgetSearch(_Search):
     """Searches the sides of each layer's keys and values in every form, and assigns forms under the budget."""
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        seen = self.watch.layer(layer, SAMPLED_WINDOWS)
+        search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
         found, tensors = {"layer": layer.number}, {}
         for what in _SIDES:
-            tried = candidates(seen, what, self.settings.forms, self.settings.rotations)
+            tried = candidates(search, what, self.settings.forms, self.settings.rotations)
             found[what] = [
                 {"rotate": one.rotate, "cost": one.cost, "clip": one.side.clip, "facts": one.facts} for one in tried
             ]

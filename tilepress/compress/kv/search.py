@@ -46,7 +46,7 @@ class Search:
     """The sampled windows of a layer, and what its attention gives on them."""
 
     def __init__(self, seen: LayerSeen):
-        self.seen = seen
+        self.seen, self._found = seen, {}
         self.exact = [attend(sample, seen.scaling) for sample in seen.samples]
         self.power = max(sum(float(out.square().sum()) for out in self.exact), 1e-30)
 
@@ -60,12 +60,18 @@ class Search:
 
     def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
         """Return the samples' keys or values [heads, tokens, D] float32 as they come back from the cache."""
-        turned, refits = rotate and what == "key", form.refits
+        turned = rotate and what == "key"
         rows = (getattr(sample, what).transpose(0, 1) for sample in self.seen.samples)
-        return [fake_quantize(x, form, *side, turned, refits).transpose(0, 1) for x in rows]
+        return [fake_quantize(x, form, *side, turned, form.refits).transpose(0, 1) for x in rows]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
-        """Return the side with the least output error on the grid."""
+        """Return the side with the least output error on the grid, searched once; values are never rotated."""
+        wanted = what, form, rotate and what == "key"
+        if wanted not in self._found:
+            self._found[wanted] = self._best(*wanted)
+        return self._found[wanted]
+
+    def _best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         if form.bits == 16:
             return Candidate(
                 form, False, Side(None), self.error(**{what: self.back(what, form, Side(None), False)}), {}
@@ -76,7 +82,7 @@ class Search:
         }
         if form.bits == 4:
             sides |= {
-                (alpha, clip, True): on_grid(self.seen.first(what), form, side, rotate and what == "key")
+                (alpha, clip, True): on_grid(self.seen.first(what), form, side, rotate)
                 for (alpha, clip, _), side in sides.items()
                 if clip == 1.0 or form.static
             }
@@ -102,9 +108,8 @@ class Search:
         return facts
 
 
-def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
+def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
     """Return the keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
-    search = Search(seen)
     chosen = {what: search.best(what, form, rotate) for what in ("key", "value")}
     facts = chosen["key"].facts | chosen["value"].facts
     back = {what: search.back(what, form, found.side, rotate) for what, found in chosen.items()}
@@ -114,11 +119,11 @@ def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, d
     return chosen["key"].side, chosen["value"].side, facts
 
 
-def candidates(seen: LayerSeen, what: str, forms: Sequence[KVFormat], rotations: tuple[bool, ...]) -> list[Candidate]:
+def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: tuple[bool, ...]) -> list[Candidate]:
     """Return the best side of a layer's keys or values in each form, keys of dynamic 4-bit ones with the better of `rotations`.
 
     `facts` are those of the manifest."""
-    search, found = Search(seen), []
+    found = []
     for form in forms:
         turned = rotations if what == "key" and form.bits == 4 and not form.static else (False,)
         chosen = min((search.best(what, form, rotate) for rotate in turned), key=lambda candidate: candidate.cost)
@@ -135,7 +140,6 @@ def attend(sample: Sample, scaling: float) -> Tensor:
 
 def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
     """Return the side at one point of the grid."""
-    rotate = rotate and what == "key"
     low, high = _range(seen, what, form)
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
     if rotate:
