@@ -15,7 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import tilepress
 from tilepress import KVCache, demo
 from tilepress.compress.kv import calibration
+from tilepress.compress.kv.attention import Watch, attention_shape
 from tilepress.compress.kv.budget import Option, assign, check_budget, forms_for_budget
+from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.walk import Layer
+from tilepress.compress.run.targets import find_targets
 from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, kv_calibration
@@ -30,15 +34,14 @@ LAYERS = 2
 def searched(tmp_path_factory, checkpoint_of):
     """An artifact whose layers' keys and values have forms of 6.1 bits in the mean, and what each form cost."""
     path, costs = tmp_path_factory.mktemp("searched") / "out", []
-    plain = calibration.candidates
+    plain = calibration.assign
     with pytest.MonkeyPatch.context() as patch:
 
-        def spy(*given):
-            found = plain(*given)
-            costs.append([candidate.cost for candidate in found])
-            return found
+        def spy(sides, most_bytes):
+            costs.extend([option.cost for option in options] for options in sides)
+            return plain(sides, most_bytes)
 
-        patch.setattr(calibration, "candidates", spy)
+        patch.setattr(calibration, "assign", spy)
         run_recipe(KVCache("auto", budget=6.1), checkpoint_of("llama"), path, text=few_words(2, 64))
     return path, costs
 
@@ -153,6 +156,40 @@ def test_forms_of_head_dimensions():
     check_budget(4.0, 128)
     with pytest.raises(UsageError, match="int4 static"):
         check_budget(3.99, 128)
+
+
+def test_the_change_of_a_layers_output_is_the_models(checkpoint_of):
+    """That of all tokens but the first, in the middle, when keys and values are replaced: against the stock model's own layer."""
+    source = checkpoint_of("llama", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    ids, seen = torch.arange(40)[None] + 3, {}
+    layer = model.model.layers[0]
+
+    def hand_over(module, args, kwargs, output):
+        seen.setdefault("given", (args, kwargs))
+        seen.setdefault("exact", output)
+
+    hook = layer.register_forward_hook(hand_over, with_kwargs=True)
+    key, value = (torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+    def other(module, query, *_, **options):
+        return sdpa_attention_forward(module, query, key[None], value[None], None, is_causal=True, **options)
+
+    AttentionInterface.register("others", other)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        hook.remove()
+        model.set_attn_implementation("others")
+        args, kwargs = seen["given"]
+        changed = layer(*args, **kwargs)
+    off = ((changed - seen["exact"])[0, 1:].norm(dim=-1) / seen["exact"][0, 1:].norm(dim=-1)).square()
+    checkpoint = Checkpoint(source)
+    targets, _ = find_targets(checkpoint, (), quantized=True)
+    layers = LayerByLayer(checkpoint, targets, "cpu", torch.float32, None)
+    hidden = layers.embed(ids[0])
+    watch = Watch(layers, attention_shape(checkpoint))
+    found = watch.change(Layer(layers, layers.layers[0], 0, {}, None, None), hidden, key, value)
+    assert found == pytest.approx(float(off.median()), rel=1e-4) and found > 0.01
 
 
 # Bad input

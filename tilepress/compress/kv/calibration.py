@@ -111,11 +111,15 @@ class _Search(Visitor):
 
 
 class _BudgetSearch(_Search):
-    """Searches the sides of each layer's keys and values in every form, and assigns forms under the budget."""
+    """Searches the sides of each layer's keys and values in every form, and assigns forms under the budget.
+
+    What a form costs is the squared error of the attention's output times the layer's weight: how much of such an error reaches the layer's output. On
+    SmolLM2-135M that is within a factor of 2 of what the model's Fisher information says of the divergence, in most layers; without the weight, of 4."""
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
+        window = layer.hidden[0]
         search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
-        found, tensors = {"layer": layer.number}, {}
+        found, tensors, rounded = {"layer": layer.number}, {}, {}
         for what in _SIDES:
             tried = candidates(search, what, self.settings.forms, self.settings.rotations)
             found[what] = [
@@ -125,36 +129,39 @@ class _BudgetSearch(_Search):
                 for part, tensor in zip(("channels", "fixed"), one.side[:2], strict=True):
                     if tensor is not None:
                         tensors[f"{layer.number}.{what}.{i}.{part}"] = tensor
+            usual = tried[self.settings.forms.index(KVFormat(self.shape.head_dim))]
+            rounded[what] = search.back(what, usual.form, usual.side, usual.rotate)
+        seen_first = {what: rows[0] for what, rows in rounded.items()}
+        found["weight"] = self.watch.change(layer, window, **seen_first) / max(search.error(**rounded), 1e-30)
         return {"tried": [found]}, tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         tried, forms = facts.pop("tried"), self.settings.forms
-        budget_bytes = self.settings.budget / 8 * self.shape.head_dim * 2 * len(tried)
-        sizes = [form.row_bytes for form in forms]
-        if self.settings.alike:
-            pairs = [[sum(costs) for costs in zip(*_costs(layer), strict=True)] for layer in tried]
-            sides = [[Option(2 * size, cost) for size, cost in zip(sizes, costs, strict=True)] for costs in pairs]
-            chosen = [(i, i) for i in assign(sides, budget_bytes)]
-        else:
-            every = [costs for layer in tried for costs in _costs(layer)]
-            sides = [[Option(size, cost) for size, cost in zip(sizes, costs, strict=True)] for costs in every]
-            flat = assign(sides, budget_bytes)
-            chosen = list(zip(flat[::2], flat[1::2], strict=True))
-        report = []
-        for layer, picks in zip(tried, chosen, strict=True):
+        report, chosen = [], []
+        for layer, picks in zip(tried, self._assigned(tried), strict=True):
             one = {what: layer[what][i] for what, i in zip(_SIDES, picks, strict=True)}
-            told = {"layer": layer["layer"]} | {
-                f"{what}_format": forms[i].name for what, i in zip(_SIDES, picks, strict=True)
-            }
-            told["output_error"] = (
+            chosen.append({what: side | {"form": i} for (what, side), i in zip(one.items(), picks, strict=True)})
+            names = {f"{what}_format": forms[i].name for what, i in zip(_SIDES, picks, strict=True)}
+            error = (
                 sum(side["cost"] for side in one.values()) ** 0.5
-            )  # as if they knew nothing of each other
+            )  # keys' and values' errors know nothing of each other
+            told = {"layer": layer["layer"]} | names | {"output_error": error}
             report.append(told | one["key"]["facts"] | one["value"]["facts"])
-        kept = [
-            {what: layer[what][i] | {"form": i} for what, i in zip(_SIDES, picks, strict=True)}
-            for layer, picks in zip(tried, chosen, strict=True)
-        ]
-        return {"chosen": kept} | self._told(facts) | {"budget": self.settings.budget, "report": report}
+        return {"chosen": chosen} | self._told(facts) | {"budget": self.settings.budget, "report": report}
+
+    def _assigned(self, tried: list[dict]) -> list[tuple[int, int]]:
+        """Return which form each layer's keys and values have."""
+        sizes, head_dim = [form.row_bytes for form in self.settings.forms], self.shape.head_dim
+        budget_bytes = self.settings.budget / 8 * head_dim * 2 * len(tried)
+        costs = [[[one["cost"] * layer["weight"] for one in layer[what]] for what in _SIDES] for layer in tried]
+        if self.settings.alike:
+            both = [[sum(pair) for pair in zip(*of_layer, strict=True)] for of_layer in costs]
+            sides = [[Option(2 * size, cost) for size, cost in zip(sizes, each, strict=True)] for each in both]
+            return [(i, i) for i in assign(sides, budget_bytes)]
+        every = [each for of_layer in costs for each in of_layer]
+        sides = [[Option(size, cost) for size, cost in zip(sizes, each, strict=True)] for each in every]
+        flat = assign(sides, budget_bytes)
+        return list(zip(flat[::2], flat[1::2], strict=True))
 
     def layers(self, found: Found) -> Iterator[CachedLayer]:
         """Yield the layers with the chosen forms."""
@@ -170,11 +177,6 @@ _CHOICES = ("rotates", "chosen")  # facts of a walk that are not the sidecar's
 
 def _key(rotate: bool) -> str:
     return "hadamard" if rotate else "none"
-
-
-def _costs(layer: dict) -> tuple[list[float], list[float]]:
-    """Return what each form costs a layer's keys, and its values."""
-    return tuple([one["cost"] for one in layer[what]] for what in _SIDES)
 
 
 def _side(found: Found, stem: str, clip: float) -> Side:
