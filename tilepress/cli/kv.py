@@ -78,6 +78,7 @@ def kv_text(told: dict, memory_gib: float) -> str:
         [
             _forms_text(told) if "budget" in told else _layers_text(told),
             "",
+            *_sink(told),
             f"  calibrated on {told['tokens']:,} tokens in {told['windows']} windows",
             *_sizes(told, memory_gib),
         ]
@@ -120,6 +121,23 @@ def _layers_text(told: dict) -> str:
     few = "" if len(worst) == len(told["report"]) else f"; the worst layers of {len(told['report'])}:"
     rotated = ", keys rotated" if told["rotation"] == "hadamard" else ""
     return table(f"  attention cache: {told['format']}{rotated}{few}", head, rows)
+
+
+def _sink(told: dict) -> list[str]:
+    """Return how much of the attention the first token takes, where it takes half of a layer's or more."""
+    shares = {layer["layer"]: layer.get("first_attention", 0.0) for layer in told["report"]}
+    many = [number for number, share in shares.items() if share >= 0.5]
+    if not many:
+        return []
+    most = max(many, key=shares.get)
+    exact = sum(
+        layer.get("key_first_exact", False) and layer.get("value_first_exact", False) for layer in told["report"]
+    )
+    kept = f"; {exact} layers store it exactly" if exact else ""
+    return [
+        f"  an attention sink: the first token takes half of the attention or more in {len(many)} of {len(shares)} layers, "
+        f"{shares[most]:.0%} in layer {most}{kept}"
+    ]
 
 
 def _sizes(told: dict, memory_gib: float) -> list[str]:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import KVCache, demo
+from tilepress.cli.kv import kv_text
 from tilepress.compress.kv import calibration, search as kv_search
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
 from tilepress.eval.perplexity import Protocol, measure
@@ -168,6 +169,9 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
+    scores = (query @ key.repeat_interleave(3, 1).mT * 0.3).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    share = float(scores.softmax(-1)[..., 0].mean())
+    assert kv_search.Search(seen).first_attention == pytest.approx(share, rel=1e-4)
     torch.testing.assert_close(found.flatten(0, 1)[:, :20], expected[0][:, seen.samples[0].positions])
 
 
@@ -218,9 +222,8 @@ def _with_a_sink(scale: float = 3.0) -> LayerSeen:
 def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     """Where it takes most of the attention: to the rounding of float16 scales, and the output's error falls by half."""
     seen = _with_a_sink()
-    weights = torch.einsum("hgnd,htd->hgnt", seen.samples[0].query, seen.samples[0].key) * 0.2
-    assert float(weights.softmax(-1)[..., 0].mean()) > 0.6
     search = kv_search.Search(seen)
+    assert search.first_attention > 0.6
     key, value, facts = kv_search.choose(search, form, rotate)
     assert facts["key_first_exact"] and facts["value_first_exact"]
     turns = {"key": rotate, "value": False}
@@ -369,6 +372,19 @@ def test_the_command(checkpoint_of, tmp_path, cli):
     assert all(result["protocol"]["kv"] == kv for kv, result in measured.items())
     default = cli(*measure)
     assert measured["sim"]["nll"] != measured["off"]["nll"] and "inside an ordinary forward pass" in default.out
+
+
+def test_a_sink_is_told(calibrated):
+    """Where the first token takes half of a layer's attention; random models have no such layer."""
+    told = json.loads((calibrated / "tilepress.json").read_text())["kv_cache"]
+    assert all(0 < layer["first_attention"] < 0.5 for layer in told["report"])
+    assert "sink" not in kv_text(told, 1.0)
+    told["report"][1] |= {"first_attention": 0.9, "key_first_exact": True, "value_first_exact": True}
+    told["report"][0] |= {"key_first_exact": False}
+    assert "in 1 of 2 layers, 90% in layer 1; 1 layers store it exactly" in kv_text(told, 1.0)
+    for layer in told["report"]:
+        del layer["first_attention"]  # what older versions wrote
+    assert "sink" not in kv_text(told, 1.0)
 
 
 # Bad input

@@ -119,7 +119,7 @@ class _BudgetSearch(_Search):
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         window = layer.hidden[0]
         search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
-        found, tensors, rounded = {"layer": layer.number}, {}, {}
+        found, tensors, rounded = {"layer": layer.number, "first_attention": search.first_attention}, {}, {}
         for what in _SIDES:
             tried = candidates(search, what, self.settings.forms, self.settings.rotations)
             found[what] = [
@@ -146,7 +146,8 @@ class _BudgetSearch(_Search):
                 sum(side["cost"] for side in one.values()) ** 0.5
             )  # keys' and values' errors know nothing of each other
             told = {"layer": layer["layer"]} | names | {"output_error": error}
-            report.append(told | one["key"]["facts"] | one["value"]["facts"])
+            told |= one["key"]["facts"] | one["value"]["facts"]
+            report.append(told | {"first_attention": layer["first_attention"]})
         return {"chosen": chosen} | self._told(facts) | {"budget": self.settings.budget, "report": report}
 
     def _assigned(self, tried: list[dict]) -> list[tuple[int, int]]:

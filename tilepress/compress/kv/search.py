@@ -48,6 +48,8 @@ class Search:
     def __init__(self, seen: LayerSeen):
         self.seen, self._found = seen, {}
         self.exact = [attend(sample, seen.scaling) for sample in seen.samples]
+        shares = [weights(sample, seen.scaling)[..., 0].mean() for sample in seen.samples]
+        self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
         self.power = max(sum(float(out.square().sum()) for out in self.exact), 1e-30)
 
     def error(self, **quantized: list[Tensor]) -> float:
@@ -116,6 +118,7 @@ def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, di
     facts["output_error"] = search.error(**back) ** 0.5
     for what, found in chosen.items():
         facts |= search.told(what, found)
+    facts["first_attention"] = search.first_attention
     return chosen["key"].side, chosen["value"].side, facts
 
 
@@ -133,9 +136,14 @@ def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: 
 
 def attend(sample: Sample, scaling: float) -> Tensor:
     """Return causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
+    return torch.einsum("hgnt,htd->hgnd", weights(sample, scaling), sample.value)
+
+
+def weights(sample: Sample, scaling: float) -> Tensor:
+    """Return the attention that the sample's queries give each token: [KV heads, queries per KV head, n, tokens] float32."""
     scores = torch.einsum("hgnd,htd->hgnt", sample.query, sample.key) * scaling
     later = torch.arange(sample.key.shape[1], device=sample.key.device)[None] > sample.positions[:, None]
-    return torch.einsum("hgnt,htd->hgnd", scores.masked_fill(later, -torch.inf).softmax(-1), sample.value)
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
 
 
 def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
