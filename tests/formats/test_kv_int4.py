@@ -10,23 +10,21 @@ from scipy.linalg import hadamard as scipy_hadamard
 
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import (
+    Forms,
     KVFormat,
+    UnlikeForms,
     dequantize_rows,
     fake_quantize,
     from_channels,
     from_serialized,
     hadamard,
-    page_order,
-    pages_from_serialized,
     quantize_rows,
-    read_pages,
     row_bytes,
-    serialized_from_pages,
     split_row,
     to_channels,
     to_serialized,
-    write_pages,
 )
+from tilepress.formats.kv_pages import page_order, pages_from_serialized, read_pages, serialized_from_pages, write_pages
 
 FORMS = [
     KVFormat(128),
@@ -96,7 +94,7 @@ def test_a_contiguous_serialized_cache_becomes_pages_and_comes_back(form):
             assert torch.equal(codes.long(), expected)
             g = torch.arange(form.groups)
             assert torch.equal(scales.float(), torch.stack([(g + 1) / 4, g - 1.5], -1).expand_as(scales))
-    order = page_order(form)
+    order = torch.stack(page_order(form))
     assert not bool(pages[1][:, order[:, 6:].flatten()].any()) and not bool(pages[2][:, order[:, 3:].flatten()].any())
     for back, cache in zip(serialized_from_pages(pages, table, seq_lens, 75, form), (keys, values), strict=True):
         assert back.shape == (3, 75, *cache.shape[2:]) and torch.equal(back[0, :70], cache[0])
@@ -147,17 +145,27 @@ def test_serialized_caches_of_another_dtype_and_pages_that_are_too_short():
         serialized_from_pages(pages, table, torch.tensor([65]), 70, form)
 
 
-def place(form: KVFormat, value: bool, token: int, byte: int) -> int:
+UNLIKE = [
+    UnlikeForms(KVFormat(64, 4, 32), KVFormat(64)),
+    UnlikeForms(KVFormat(128, 8), KVFormat(128, 4, 32)),
+    UnlikeForms(KVFormat(128, 4, 0, True), KVFormat(128, 16)),
+]
+
+
+def place(both: Forms, value: bool, token: int, byte: int) -> int:
     """Where a byte of a row stands in its page, written from docs/format.md."""
     unit, t = divmod(token, 32)
-    codes, scales = form.head_dim * form.bits // 8, form.row_bytes - form.head_dim * form.bits // 8
-    start = unit * 64 * form.row_bytes
+    form = both.value if value else both.key
+    key_codes, value_codes = (side.head_dim * side.bits // 8 for side in (both.key, both.value))
+    codes = value_codes if value else key_codes
+    scales = form.row_bytes - codes
+    start = unit * 32 * (both.key.row_bytes + both.value.row_bytes)
     if byte < codes:
         if not value:
             chunk = next(c for c in (64, 32, 16) if codes % c == 0)
             part, inside = divmod(byte, chunk)
             return start + (t // 8) * 8 * codes + part * 8 * chunk + (t % 8) * chunk + inside
-        start += 32 * codes + (t // 8) * 8 * codes
+        start += 32 * key_codes + (t // 8) * 8 * codes
         pair, which = (t % 8) // 2, t % 2
         if form.bits == 4:
             halfword, low = divmod(byte, 2)
@@ -173,7 +181,7 @@ def place(form: KVFormat, value: bool, token: int, byte: int) -> int:
         quarter, word = divmod(inside, 4)
         return start + 2 * ((((quarter * (form.head_dim // 16) + g) * 4 + pair) * 4 + word) * 2 + which) + low
     group, inside = divmod(byte - codes, 4)
-    start += 64 * codes + (32 * scales if value else 0)
+    start += 32 * (key_codes + value_codes) + (32 * (both.key.row_bytes - key_codes) if value else 0)
     if not value or form.groups == 1:
         return start + ((t % 8) * form.groups + group) * 16 + (t // 8) * 4 + inside
     shift, low = divmod(inside, 2)
@@ -183,25 +191,29 @@ def place(form: KVFormat, value: bool, token: int, byte: int) -> int:
     return start + sixteen * 16 * scales + ((((group * 4 + pair) * 2 + x) * 2 + shift) * 2 + which) * 2 + low
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *UNLIKE], ids=str)
 def test_pages_are_as_documented(form):
     order = page_order(form)
-    assert sorted(order.flatten().tolist()) == list(range(form.page_bytes))
+    assert sorted(torch.cat([places.flatten() for places in order]).tolist()) == list(range(form.page_bytes))
     for value in (False, True):
         for token in (0, 1, 7, 8, 15, 19, 31, 32, 63):
-            expected = [place(form, value, token, byte) for byte in range(form.row_bytes)]
-            assert order[int(value), token].tolist() == expected, (value, token)
+            row = form.value if value else form.key
+            expected = [place(form, value, token, byte) for byte in range(row.row_bytes)]
+            assert order[int(value)][token].tolist() == expected, (value, token)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *UNLIKE], ids=str)
 def test_rows_come_back_from_pages_bit_for_bit(form):
     generator = torch.Generator().manual_seed(0)
     pages = torch.full((5, 3, form.page_bytes), 0xAB, dtype=torch.uint8)
     table, length = torch.tensor([3, 0, 4]), 150
-    rows = torch.randint(0, 256, (2, length, 3, form.row_bytes), generator=generator, dtype=torch.uint8)
+    rows = [
+        torch.randint(0, 256, (length, 3, row.row_bytes), generator=generator, dtype=torch.uint8)
+        for row in (form.key, form.value)
+    ]
     slots = table[torch.arange(length) // 64] * 64 + torch.arange(length) % 64
     for part in torch.randperm(length, generator=generator).split(37):  # in any order, a few at a time
-        write_pages(pages, slots[part], rows[0, part], rows[1, part], form)
+        write_pages(pages, slots[part], rows[0][part], rows[1][part], form)
     key, value = read_pages(pages, table, length, form)
     assert torch.equal(key, rows[0]) and torch.equal(value, rows[1])
     assert bool((pages[[1, 2]] == 0xAB).all())

@@ -7,8 +7,19 @@ import pytest
 import torch
 from support.cards import pretend
 
-from tilepress.formats.kv_int4 import KVFormat
-from tilepress.kernels import arch, decode_attention, jit, tiled_bitmap_spmm, tiled_csl_spmm, w8a8_gemm, w8a16_gemm
+from tilepress.formats.kv_int4 import KVFormat, UnlikeForms
+from tilepress.kernels import (
+    arch,
+    decode_attention,
+    jit,
+    kv_cache,
+    kv_read,
+    rope_append,
+    tiled_bitmap_spmm,
+    tiled_csl_spmm,
+    w8a8_gemm,
+    w8a16_gemm,
+)
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 ROOT = Path(__file__).parents[2]
@@ -58,6 +69,9 @@ def test_who_serves_what(monkeypatch, capability):
     why = "" if of_hopper else " (the kernel needs a Hopper card)"
     form = KVFormat(128, 4, 32)
     assert str(decode_attention.path(CUDA, form)) == f"decode_attention {role} ({form.name}) on cuda{why}"
+    both = UnlikeForms(form, KVFormat(128))
+    for op in (decode_attention, kv_read, rope_append, kv_cache):
+        assert str(op.path(CUDA, both)).endswith(f" reference ({both.name}) on cuda ({kv_cache.UNLIKE})")
 
 
 def test_files_are_named_after_the_oldest_card_that_they_run_on():

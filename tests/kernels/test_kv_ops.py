@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernel_costs import cost
 
-from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.formats.kv_int4 import KVFormat, UnlikeForms, fake_quantize
 from tilepress.kernels import decode_attention, jit, kv_cache, kv_read  # noqa: F401
 
 ops = torch.ops.tilepress
@@ -120,6 +120,50 @@ def test_reading_back_gives_the_values(form, device):
         for found, expected in zip((key, value), exact[i], strict=True):
             torch.testing.assert_close(found[i, :, :n].double(), expected.transpose(0, 1), rtol=1e-6, atol=1e-6)
             assert not bool(found[i, :, n:].any())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        UnlikeForms(KVFormat(64, 4, 32), KVFormat(64)),
+        UnlikeForms(KVFormat(64, 8), KVFormat(64, 4, 0, True)),
+        UnlikeForms(KVFormat(128, 4, 0, True), KVFormat(128, 16)),
+        UnlikeForms(KVFormat(128, 16), KVFormat(128, 4, 64)),
+    ],
+    ids=lambda form: form.name,
+)
+def test_keys_in_one_form_and_values_in_another(form, device):
+    """Append, read back and attention, through the ops: against rows of each form, and attention in float64."""
+    generator, heads, length, dim = torch.Generator().manual_seed(0), 2, 70, form.head_dim
+    key, value = (torch.randn(length, heads, dim, generator=generator).to(device) for _ in range(2))
+    rotate = form.key.bits == 4 and not form.key.static
+    given = [sides(side, heads, device, seed) for seed, side in enumerate((form.key, form.value))]
+    numbers, others = kv_cache.op_forms(form)
+    pages = torch.full((3, heads, form.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+    slots = (torch.arange(length) + 64).to(device)  # pages 1 and 2
+    ops.kv_append(pages, key, value, slots, *given[0], *given[1], *numbers, rotate, 1, *others)
+    exact = [
+        fake_quantize(x, one, *side, turned, 1)
+        for x, one, side, turned in ((key, form.key, given[0], rotate), (value, form.value, given[1], False))
+    ]
+    table, seq_lens = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    table, seq_lens, stored = table.to(device), seq_lens.to(device), (*given[0][:2], *given[1][:2])
+    back = ops.kv_read(pages, table, seq_lens, length, *stored, dim, *numbers, rotate, torch.float32, *others)
+    for found, expected in zip(back, exact, strict=True):
+        torch.testing.assert_close(found[0], expected.transpose(0, 1), rtol=1e-6, atol=1e-6)
+    query = torch.randn(1, 2 * heads, dim, generator=generator).to(device)
+    out = ops.decode_attention(query, pages, table, seq_lens, dim**-0.5, *stored, *numbers, rotate, *others)
+    key, value = (x.double().repeat_interleave(2, 1) for x in exact)
+    weights = (torch.einsum("hd,thd->ht", query[0].double(), key) * dim**-0.5).softmax(-1)
+    torch.testing.assert_close(out[0].double(), torch.einsum("ht,thd->hd", weights, value), rtol=1e-4, atol=1e-4)
+
+
+def test_a_values_form_without_its_bits_is_refused():
+    form = KVFormat(64)
+    pages, rows = torch.zeros(1, 1, form.page_bytes, dtype=torch.uint8), torch.zeros(1, 1, 64)
+    with pytest.raises(ValueError, match="without value_bits"):
+        ops.kv_append(pages, rows, rows, torch.tensor([0]), *(None, None, 1.0) * 2, 4, 0, False, False, 0, 0, 32)
 
 
 APPENDED = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tilepress.formats import UsageError
-from tilepress.formats.kv_int4 import KVFormat, pages_from_serialized
+from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.kv_pages import pages_from_serialized
 from tilepress.kernels.decode_attention import decode_attention_ref
 from tilepress.kernels.serialized_attention import serialized_attention_ref, serialized_form
 

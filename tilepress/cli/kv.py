@@ -16,7 +16,18 @@ EXAMPLE = "tilepress compress kv MODEL -o kv4 --dataset text.jsonl --nsamples 64
 def kv(
     model: Model,
     output: Output,
-    bits: Annotated[int, typer.Option(metavar="4|8", help="Of a stored key or value.")] = 4,
+    bits: Annotated[
+        str, typer.Option(metavar="4|8|auto", help="Of a stored key or value; auto: forms by layer under --budget.")
+    ] = "4",
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BITS", help="Mean bits of a stored number, scales counted (--bits auto).", show_default=False
+        ),
+    ] = None,
+    alike: Annotated[
+        bool, typer.Option("--alike", help="One form for a layer's keys and values, as kernels take it (--bits auto).")
+    ] = False,
     group_size: Annotated[
         int | None,
         typer.Option(
@@ -45,7 +56,7 @@ def kv(
 
     Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """
-    recipe = tilepress.KVCache(bits, group_size, mode, rotation)
+    recipe = tilepress.KVCache(int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike)
     words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
     if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed, bos), how, words):
         say_next(output, model, how)
@@ -63,7 +74,37 @@ def _result_text(facts: dict) -> str:
 
 
 def kv_text(told: dict, memory_gib: float) -> str:
-    """Return what a calibrated cache takes, and its layers with the greatest output error."""
+    """Return what a calibrated cache takes, and its layers with the greatest output error, or which have which forms."""
+    return "\n".join(
+        [
+            _forms_text(told) if "budget" in told else _layers_text(told),
+            "",
+            *_sink(told),
+            f"  calibrated on {told['tokens']:,} tokens in {told['windows']} windows",
+            *_sizes(told, memory_gib),
+        ]
+    )
+
+
+def _forms_text(told: dict) -> str:
+    """Return how many layers have which forms, and their output error."""
+    layers: dict[tuple[str, str], list[float]] = {}
+    for layer in told["report"]:
+        layers.setdefault((layer["key_format"], layer["value_format"]), []).append(layer["output_error"])
+    rows = [
+        [*forms, str(len(errors)), f"{max(errors):.2%}"]
+        for forms, errors in sorted(layers.items(), key=lambda item: -len(item[1]))
+    ]
+    title = f"  attention cache: {told['format']}, budget {told['budget']:g}"
+    text = table(title, ["keys", "values", "layers", "output error, at most"], rows)
+    unlike = sum(len(errors) for (key, value), errors in layers.items() if key != value)
+    if unlike:
+        text += f"\n\n  {unlike} layers have unlike keys and values, which no kernel takes yet: on a card references read them (--alike avoids it)"
+    return text
+
+
+def _layers_text(told: dict) -> str:
+    """Return the layers with the greatest output error."""
     worst = sorted(told["report"], key=lambda layer: -layer["output_error"])[:5]
     rows = [
         [
@@ -80,14 +121,24 @@ def kv_text(told: dict, memory_gib: float) -> str:
     head += ["beyond the range"] if rows and len(rows[0]) > len(head) else []
     few = "" if len(worst) == len(told["report"]) else f"; the worst layers of {len(told['report'])}:"
     rotated = ", keys rotated" if told["rotation"] == "hadamard" else ""
-    return "\n".join(
-        [
-            table(f"  attention cache: {told['format']}{rotated}{few}", head, rows),
-            "",
-            f"  calibrated on {told['tokens']:,} tokens in {told['windows']} windows",
-            *_sizes(told, memory_gib),
-        ]
+    return table(f"  attention cache: {told['format']}{rotated}{few}", head, rows)
+
+
+def _sink(told: dict) -> list[str]:
+    """Return how much of the attention the first token takes, where it takes half of a layer's or more."""
+    shares = {layer["layer"]: layer.get("first_attention", 0.0) for layer in told["report"]}
+    many = [number for number, share in shares.items() if share >= 0.5]
+    if not many:
+        return []
+    most = max(many, key=shares.get)
+    exact = sum(
+        layer.get("key_first_exact", False) and layer.get("value_first_exact", False) for layer in told["report"]
     )
+    kept = f"; {exact} layers store it exactly" if exact else ""
+    return [
+        f"  an attention sink: the first token takes half of the attention or more in {len(many)} of {len(shares)} layers, "
+        f"{shares[most]:.0%} in layer {most}{kept}"
+    ]
 
 
 def _sizes(told: dict, memory_gib: float) -> list[str]:

@@ -234,7 +234,7 @@ def measure(
     bits = tokens / max(scored_bytes, 1) / math.log(2)  # of one nat a token, for each byte of text
     cache = None
     if kv != "off":
-        cache = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.form.name}
+        cache = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.name}
     if kv == "decode":
         others = math.exp(simulated.mean)
         cache |= {"sim_perplexity": others, "decode_over_sim": math.exp(nll.mean) / others - 1}

@@ -7,6 +7,7 @@ over names, shapes, dtypes and a sample of all tensors says which.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +19,12 @@ from torch import Tensor
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.files import read_json
-from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat
+from tilepress.formats.kv_int4 import LEAST_SCALE, Forms, KVFormat, forms_of
 
 FOLDER = "kv_cache"
 CONFIG_KEY = "tilepress_kv_cache"  # of config.json, names the folder
 FACTS_NAME, TENSORS_NAME = "kv_cache.json", "scales.safetensors"
-VERSION = 1
+VERSION, MIXED_VERSION = 1, 2  # 2: `KVCalibration.is_mixed`
 _MOST_REFITS = 8
 _AGAIN = "calibrate again: `tilepress compress kv`"
 
@@ -41,25 +42,68 @@ class Side(NamedTuple):
         return Side(*moved, self.clip)
 
 
+class CachedLayer(NamedTuple):
+    """One decoder layer's part of a cache."""
+
+    key: Side
+    value: Side
+    form: Forms
+    rotate: bool = False  # keys by a Hadamard matrix
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.key, self.value
+
+    def to(self, device: torch.device | str) -> "CachedLayer":
+        return self._replace(key=self.key.to(device), value=self.value.to(device))
+
+
 @dataclass(frozen=True)
 class KVCalibration:
     """Calibration of a model's attention cache. `facts` are the settings and what was measured, for people to read."""
 
-    form: KVFormat
     kv_heads: int
-    layers: tuple[tuple[Side, Side], ...]  # (keys, values) of each decoder layer
-    rotate: bool = False  # keys by a Hadamard matrix
-    refits: int = 0
+    layers: tuple[CachedLayer, ...]
+    refits: int = 0  # of dynamic 4-bit scales
     facts: dict | None = None
 
     @property
+    def head_dim(self) -> int:
+        return self.layers[0].form.head_dim
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers, or a layer's keys and values, differ in form or rotation, or are stored in 16 bits: what version 1 of the sidecar cannot say."""
+        first = self.layers[0]
+        return first.form.key.bits == 16 or any(
+            (layer.form.key, layer.form.value, layer.rotate) != (first.form.key, first.form.key, first.rotate)
+            for layer in self.layers
+        )
+
+    @property
+    def name(self) -> str:
+        return name_of([layer.form for layer in self.layers])
+
+    @property
     def bytes_per_token(self) -> int:
-        return 2 * self.form.row_bytes * self.kv_heads * len(self.layers)
+        return self.kv_heads * sum(layer.form.key.row_bytes + layer.form.value.row_bytes for layer in self.layers)
 
 
-def uncalibrated(form: KVFormat, kv_heads: int, layers: int) -> KVCalibration:
+def name_of(forms: Sequence[Forms]) -> str:
+    """The name of the layers' formats: the format's own where all have one."""
+    rows = {row for form in forms for row in (form.key, form.value)}
+    return rows.pop().name if len(rows) == 1 else f"mixed, {bits_per_element(forms):.3f} bits a number"
+
+
+def bits_per_element(forms: Sequence[Forms]) -> float:
+    """The mean bits of a stored number of keys and values, scales counted."""
+    rows = [row for form in forms for row in (form.key, form.value)]
+    return 8 * sum(row.row_bytes for row in rows) / sum(row.head_dim for row in rows)
+
+
+def uncalibrated(form: Forms, kv_heads: int, layers: int) -> KVCalibration:
     """Rows by their own extremes, nothing known beforehand: the baseline, and 16 bits."""
-    return KVCalibration(form, kv_heads, ((Side(None), Side(None)),) * layers)
+    return KVCalibration(kv_heads, (CachedLayer(Side(None), Side(None), form),) * layers)
 
 
 def weights_hash(checkpoint: Checkpoint) -> str:
@@ -78,30 +122,38 @@ def weights_hash(checkpoint: Checkpoint) -> str:
 def to_files(calibration: KVCalibration, weights: str) -> dict[str, bytes]:
     """The sidecar's files by their names in the artifact."""
     tensors = {}
-    for number, sides in enumerate(calibration.layers):
-        for what, side in zip(("key", "value"), sides, strict=True):
+    for number, layer in enumerate(calibration.layers):
+        for what, side in zip(("key", "value"), layer.sides, strict=True):
+            if side.channels is None:  # 16 bits
+                continue
             for part, tensor in zip(("mean", "scale", "weight"), side.channels, strict=True):
                 tensors[f"layers.{number}.{what}_{part}"] = tensor.float().cpu().contiguous()
             if side.fixed is not None:
                 tensors[f"layers.{number}.{what}_fixed"] = side.fixed.cpu().contiguous()
-    form = calibration.form
+    layers, mixed = calibration.layers, calibration.is_mixed
+    rotations = ["hadamard" if layer.rotate else "none" for layer in layers]
+    told = [[_told(layer.form.key), _told(layer.form.value)] for layer in layers]
     facts = {
-        "format_version": VERSION,
-        "bits": form.bits,
-        "group_size": form.group_size or form.head_dim,
-        "mode": "static" if form.static else "dynamic",
-        "head_dim": form.head_dim,
+        "format_version": MIXED_VERSION if mixed else VERSION,
+        **({"forms": told} if mixed else told[0][0]),
+        "head_dim": calibration.head_dim,
         "kv_heads": calibration.kv_heads,
-        "layers": len(calibration.layers),
-        "rotation": "hadamard" if calibration.rotate else "none",
+        "layers": len(layers),
+        "rotation": rotations if mixed else rotations[0],
         "refits": calibration.refits,
-        "clip": [[key.clip, value.clip] for key, value in calibration.layers],
+        "clip": [[layer.key.clip, layer.value.clip] for layer in layers],
         "weights_sha256": weights,
     } | (calibration.facts or {})
     return {
         f"{FOLDER}/{FACTS_NAME}": (json.dumps(facts, indent=2) + "\n").encode(),
         f"{FOLDER}/{TENSORS_NAME}": save(tensors, metadata={"format": "pt"}),
     }
+
+
+def _told(form: KVFormat) -> dict:
+    """A format in the words of `kv_cache.json`."""
+    mode = "static" if form.static else "dynamic"
+    return {"bits": form.bits, "group_size": form.group_size or form.head_dim, "mode": mode}
 
 
 def read_facts(folder: Path) -> dict | None:
@@ -112,38 +164,60 @@ def read_facts(folder: Path) -> dict | None:
     if not path.exists():
         return None
     facts = read_json(path)
-    if facts.get("format_version") != VERSION:
+    version = facts.get("format_version")
+    if version not in (VERSION, MIXED_VERSION):
         raise TilepressError(
-            f"{FACTS_NAME} has format version {facts.get('format_version')!r}, this tilepress reads {VERSION}",
+            f"{FACTS_NAME} has format version {version!r}, this tilepress reads {VERSION} and {MIXED_VERSION}",
             "upgrade tilepress",
         )
-    numbers = ("bits", "group_size", "head_dim", "kv_heads", "layers", "refits")
-    sound = all(type(facts.get(name)) is int and facts[name] >= 0 for name in numbers)
-    sound = (
-        sound
-        and facts["refits"] <= _MOST_REFITS
-        and facts.get("mode") in ("dynamic", "static")
-        and facts.get("rotation") in ("none", "hadamard")
-    )
-    clip = facts.get("clip")
-    sound = sound and facts["bits"] in (4, 8) and isinstance(clip, list) and len(clip) == facts["layers"]
-    sound = sound and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, int | float) and 0 < x <= 1 for x in pair)
-        for pair in clip
-    )
-    if sound:
-        try:
-            form_of(facts)
-        except UsageError:
-            sound = False
-    if not sound:
+    if not _is_sound(facts):
         raise TilepressError(f"{FACTS_NAME} does not describe a calibration", _AGAIN)
     return facts
 
 
-def form_of(facts: dict) -> KVFormat:
-    """The format that `read_facts` describes."""
-    return KVFormat(facts["head_dim"], facts["bits"], facts["group_size"], facts["mode"] == "static")
+def _is_sound(facts: dict) -> bool:
+    numbers = [facts.get(name) for name in ("head_dim", "kv_heads", "layers", "refits")]
+    if not all(type(number) is int and number >= 0 for number in numbers) or numbers[-1] > _MOST_REFITS:
+        return False
+    layers, clip, mixed = facts["layers"], facts.get("clip"), facts["format_version"] == MIXED_VERSION
+    rotations, told = (facts.get(name) if mixed else [facts.get(name)] for name in ("rotation", "forms"))
+    told = told if mixed else [[{name: facts.get(name) for name in ("bits", "group_size", "mode")}] * 2]
+    count = layers if mixed else 1
+    sound = layers > 0 and all(isinstance(each, list) for each in (clip, rotations, told)) and len(clip) == layers
+    sound = sound and len(rotations) == len(told) == count
+    sound = sound and all(rotation in ("none", "hadamard") for rotation in rotations)
+    sound = sound and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, int | float) and 0 < x <= 1 for x in pair)
+        for pair in clip
+    )
+    sound = sound and all(isinstance(pair, list) and len(pair) == 2 for pair in told)
+    return sound and all(
+        _is_form(row, facts["head_dim"], (4, 8, 16) if mixed else (4, 8)) for pair in told for row in pair
+    )
+
+
+def _is_form(told, head_dim: int, bits: tuple[int, ...]) -> bool:
+    """Whether an entry describes a format of rows."""
+    numbers = isinstance(told, dict) and [told.get("bits"), told.get("group_size")]
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers) or numbers[0] not in bits:
+        return False
+    try:
+        _form(told, head_dim)
+    except UsageError:
+        return False
+    return told.get("mode") in ("dynamic", "static")
+
+
+def _form(told: dict, head_dim: int) -> KVFormat:
+    return KVFormat(head_dim, told["bits"], told["group_size"], told["mode"] == "static")
+
+
+def forms_in(facts: dict) -> list[Forms]:
+    """The formats of each layer that `read_facts` describes."""
+    dim = facts["head_dim"]
+    if facts["format_version"] == VERSION:
+        return [_form(facts, dim)] * facts["layers"]
+    return [forms_of(*(_form(row, dim) for row in pair)) for pair in facts["forms"]]
 
 
 def load(checkpoint: Checkpoint) -> KVCalibration | None:
@@ -161,7 +235,7 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
             f"{FOLDER}/ of {checkpoint.name} belongs to other weights: their hash differs",
             f"{_AGAIN}, or remove {FOLDER}/",
         )
-    form, heads = form_of(facts), facts["kv_heads"]
+    forms, heads, dim, rotations = forms_in(facts), facts["kv_heads"], facts["head_dim"], facts["rotation"]
     try:
         tensors = load_file(checkpoint.path / FOLDER / TENSORS_NAME)
     except Exception as error:
@@ -180,16 +254,20 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
         return tensor
 
     layers = []
-    for number, clips in enumerate(facts["clip"]):
+    rotations = rotations if isinstance(rotations, list) else [rotations] * len(forms)
+    for number, (clips, form, rotation) in enumerate(zip(facts["clip"], forms, rotations, strict=True)):
         sides = []
-        for what, clip in zip(("key", "value"), clips, strict=True):
-            stem, rows = f"layers.{number}.{what}", (heads, form.head_dim)
+        for what, clip, row in zip(("key", "value"), clips, (form.key, form.value), strict=True):
+            stem, rows = f"layers.{number}.{what}", (heads, dim)
+            if row.bits == 16:
+                sides.append(Side(None))
+                continue
             parts = (("mean", -torch.inf), ("scale", 1e-20), ("weight", 0.0))
             channels = torch.stack([take(f"{stem}_{part}", rows, torch.float32, least) for part, least in parts])
-            groups = (heads, form.groups, 2)
-            fixed = take(f"{stem}_fixed", groups, torch.float16, LEAST_SCALE) if form.static else None
+            groups = (heads, row.groups, 2)
+            fixed = take(f"{stem}_fixed", groups, torch.float16, LEAST_SCALE) if row.static else None
             sides.append(Side(channels, fixed, float(clip)))
-        layers.append(tuple(sides))
+        layers.append(CachedLayer(*sides, form, rotation == "hadamard"))
     if tensors:
         raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {min(tensors)} is of no layer", _AGAIN)
-    return KVCalibration(form, heads, tuple(layers), facts["rotation"] == "hadamard", facts["refits"], facts)
+    return KVCalibration(heads, tuple(layers), facts["refits"], facts)

@@ -1,4 +1,4 @@
-"""Keys and values of an attention cache in 4, 8 or 16 bits: rows, their serialized form, and pages. Drawn in docs/format.md.
+"""Keys and values of an attention cache in 4, 8 or 16 bits: rows and their serialized form. Drawn in docs/format.md; kv_pages.py has pages.
 
 A row is one token's key or value of one KV head, `head_dim` numbers. Quantized, it is codes 0 .. 2^bits - 1 in groups of consecutive
 channels, each group with a float16 (scale, shift) = (s, z). Static formats keep s and z outside. A value stands for
@@ -7,13 +7,9 @@ x = mean + scale * (code * s + z), with mean and scale calibrated per channel or
 s and z start from the row's extremes, drawn together by `clip`. Those of dynamic 4-bit formats are refitted `refits` times: by least squares to the
 codes that they gave, weighted by how much an error in each channel matters, and twice as far, where the next refits would lead. Errors and weights
 become whole numbers first, whose sums are exact in any order, so that a kernel gives the same bits.
-
-A page holds 64 tokens of one KV head, keys and values, in the order in which a decode kernel's lanes read them (`page_order`): every byte
-belongs to one token, so that an append writes and never reads.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +17,6 @@ from torch import Tensor
 from tilepress.formats import UsageError
 
 PAGE_TOKENS = 64
-UNIT_TOKENS = 32  # what a kernel loads at once
 BITS = (4, 8, 16)
 LEAST_SCALE = 2.0**-24  # of float16
 _FLOAT16_MAX = 65504.0
@@ -100,6 +95,52 @@ class KVFormat:
             return "bfloat16"
         kind = "static" if self.static else "dynamic"
         return f"int{self.bits} {kind}, " + (f"groups of {self.group_size}" if self.groups > 1 else "row-wise")
+
+    @property
+    def key(self) -> "KVFormat":
+        """The format of keys: as `UnlikeForms` names it."""
+        return self
+
+    @property
+    def value(self) -> "KVFormat":
+        """The format of values."""
+        return self
+
+
+@dataclass(frozen=True)
+class UnlikeForms:
+    """Keys in one format and values in another. Raises UsageError for two head dimensions."""
+
+    key: KVFormat
+    value: KVFormat
+
+    def __post_init__(self):
+        if self.key.head_dim != self.value.head_dim:
+            raise UsageError(
+                f"keys of {self.key.head_dim} channels and values of {self.value.head_dim}",
+                "leave this model's cache as it is",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.head_dim
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of 64 tokens of one head: a multiple of 16."""
+        return PAGE_TOKENS * (self.key.row_bytes + self.value.row_bytes)
+
+    @property
+    def name(self) -> str:
+        return f"keys {self.key.name}; values {self.value.name}"
+
+
+Forms = KVFormat | UnlikeForms  # of a layer: both answer `key`, `value`, `head_dim`, `page_bytes` and `name`
+
+
+def forms_of(key: KVFormat, value: KVFormat) -> Forms:
+    """The formats of a layer's keys and values together: the format itself where both have the same."""
+    return key if key == value else UnlikeForms(key, value)
 
 
 def _group_sizes(head_dim: int) -> list[int]:
@@ -259,161 +300,3 @@ def fake_quantize(
     y = to_channels(x, channels, rotate)
     codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
     return from_channels(dequantize_rows(codes, fixed if scales is None else scales), channels, rotate)
-
-
-@cache
-def page_order(form: KVFormat) -> Tensor:
-    """The place in its page of each byte of each token's rows: int64 [2 (key, value), 64 tokens, row_bytes].
-
-    A permutation of 0 .. page_bytes - 1. In a unit of 32 tokens: key codes, value codes, key scales, value scales.
-    """
-    unit, codes = UNIT_TOKENS, form.code_bytes
-    in_unit = torch.empty(2, unit, form.row_bytes, dtype=torch.int64)
-    in_unit[0, :, :codes] = _key_plane(form)
-    in_unit[1, :, :codes] = _value_plane(form) + unit * codes
-    if form.scale_bytes:
-        in_unit[0, :, codes:] = _scale_plane(form, key=True) + 2 * unit * codes
-        in_unit[1, :, codes:] = _scale_plane(form, key=False) + 2 * unit * codes + unit * form.scale_bytes
-    return torch.cat([in_unit + first * 2 * form.row_bytes for first in range(0, PAGE_TOKENS, unit)], 1)
-
-
-def _inverse(stored: Tensor, count: int) -> Tensor:
-    """`stored` lists (token, byte) numbers in the order they stand; returns [32, count] positions."""
-    where = torch.empty(UNIT_TOKENS * count, dtype=torch.int64)
-    where[stored.reshape(-1)] = torch.arange(UNIT_TOKENS * count)
-    return where.view(UNIT_TOKENS, count)
-
-
-def _key_plane(form: KVFormat) -> Tensor:
-    """The order of key codes.
-
-    Per 8 tokens: chunks of 64 bytes of a row (of the largest power of two that divides it, if it is shorter), in each
-    the 8 tokens.
-    """
-    count = form.code_bytes
-    chunk = min(64, count & -count)
-    numbers = torch.arange(UNIT_TOKENS * count).view(-1, 8, count // chunk, chunk)
-    return _inverse(numbers.transpose(1, 2), count)
-
-
-def _value_plane(form: KVFormat) -> Tensor:
-    """Tokens in pairs, so that a 32-bit word holds the same channels of both.
-
-    What is interleaved is 4 channels of 4 bits (2 bytes), 1 of 8 bits, 1 of 16 bits. Per 8 tokens, with 16 g + ... the channel:
-    4 bits [g][pair][4 words][token of pair], 8 bits [half of 16][g][pair][4 words][2 channels][token of pair],
-    16 bits [quarter of 16][g][pair][4 channels][token of pair].
-    """
-    count, g = form.code_bytes, form.head_dim // 16
-    numbers = torch.arange(UNIT_TOKENS * count)
-    if form.bits == 4:
-        stored = numbers.view(-1, 4, 2, g, 4, 2).permute(0, 3, 1, 4, 2, 5)
-    elif form.bits == 8:
-        stored = numbers.view(-1, 4, 2, g, 2, 4, 2).permute(0, 4, 3, 1, 5, 6, 2)
-    else:
-        stored = numbers.view(-1, 4, 2, g, 4, 4, 2).permute(0, 4, 3, 1, 5, 2, 6)
-    return _inverse(stored, count)
-
-
-def _scale_plane(form: KVFormat, key: bool) -> Tensor:
-    """Row-wise, and keys' in groups: [token mod 8][group][token div 8] of (scale, shift); values' in groups: per 16 tokens
-    [group][pair mod 4][pair div 4][scale, shift][token of pair]."""
-    count, groups = form.scale_bytes, form.groups
-    numbers = torch.arange(UNIT_TOKENS * count)
-    by_row = numbers.view(4, 8, groups, 4).permute(1, 2, 0, 3)
-    by_pair = numbers.view(2, 2, 4, 2, groups, 2, 2).permute(0, 4, 2, 1, 5, 3, 6)
-    return _inverse(by_row if key or groups == 1 else by_pair, count)
-
-
-def write_pages(pages: Tensor, slots: Tensor, key_rows: Tensor, value_rows: Tensor, form: KVFormat) -> None:
-    """Stores rows uint8 [tokens, heads, row_bytes] at `slots` int64 [tokens] (page * 64 + place in the page; -1 is skipped; no slot twice)
-    of pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages, ValueError for pages of another
-    format or number of heads."""
-    check_pages(pages, key_rows.shape[1], form)
-    if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < pages.shape[0] * PAGE_TOKENS):
-        raise IndexError(
-            f"slots {int(slots.min())} .. {int(slots.max())} are beyond {pages.shape[0]} pages of {PAGE_TOKENS}"
-        )
-    keep = slots >= 0
-    slots = slots[keep]
-    order, heads = page_order(form).to(pages.device), torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-    for which, rows in enumerate((key_rows[keep], value_rows[keep])):
-        pages[(slots // PAGE_TOKENS)[:, None, None], heads, order[which, slots % PAGE_TOKENS][:, None]] = rows
-
-
-def read_pages(pages: Tensor, table: Tensor, length: int, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """The key and value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`.
-
-    Raises IndexError for a table that is too short or names no page, ValueError for pages of another format."""
-    check_pages(pages, pages.shape[1], form)
-    used = table[: -(-length // PAGE_TOKENS)].long()
-    if not 0 <= length <= table.numel() * PAGE_TOKENS:
-        raise IndexError(f"{length} tokens, the block table has {table.numel()} pages of {PAGE_TOKENS}")
-    if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < pages.shape[0]):
-        raise IndexError(f"the block table names a page that is none of 0..{pages.shape[0] - 1}")
-    order = page_order(form).to(pages.device)
-    gathered = pages[used][:, :, order.reshape(-1)].view(len(used), pages.shape[1], 2, PAGE_TOKENS, form.row_bytes)
-    rows = gathered.permute(2, 0, 3, 1, 4).reshape(2, -1, pages.shape[1], form.row_bytes)
-    return rows[0, :length], rows[1, :length]
-
-
-def pages_from_serialized(
-    key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, form: KVFormat
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The paged form of a contiguous cache of serialized rows, bit for bit: key_cache, value_cache uint8 [batch, T, heads, 4 G + D / 2], of which
-    sequences use seq_lens int [batch] tokens -> pages uint8 [n, heads, page_bytes], block_table int32 [batch, most], seq_lens int32 [batch].
-
-    A sequence's pages follow each other, its table ends in zeros, unused places are zero. Raises ValueError for caches that are not of `form`, a
-    dynamic one of 4 bits, and for lengths beyond T."""
-    check_serialized(key_cache, value_cache, seq_lens, form)
-    lengths, device = seq_lens.to(key_cache.device, torch.int64), key_cache.device
-    counts = -(-lengths // PAGE_TOKENS)
-    first, place = (counts.cumsum(0) - counts)[:, None], torch.arange(key_cache.shape[1], device=device)
-    used = place < lengths[:, None]
-    pages = key_cache.new_zeros(int(counts.sum()), key_cache.shape[2], form.page_bytes)
-    ours = (stored[used].roll(-form.scale_bytes, -1) for stored in (key_cache, value_cache))
-    write_pages(pages, (first * PAGE_TOKENS + place)[used], *ours, form)
-    number = torch.arange(int(counts.max()) if len(counts) else 0, device=device)
-    table = torch.where(number < counts[:, None], first + number, 0)
-    return pages, table.to(torch.int32), lengths.to(torch.int32)
-
-
-def serialized_from_pages(
-    pages: Tensor, block_table: Tensor, seq_lens: Tensor, max_len: int, form: KVFormat
-) -> tuple[Tensor, Tensor]:
-    """The inverse: key and value cache uint8 [batch, max_len, heads, 4 G + D / 2], zero beyond a sequence's end. Raises ValueError for another
-    form than a dynamic one of 4 bits and for lengths beyond max_len, and as `read_pages` does."""
-    shape = (len(seq_lens), max_len, pages.shape[1], form.row_bytes)
-    caches = pages.new_zeros(2, *shape)
-    check_serialized(*caches, seq_lens, form)
-    for i, length in enumerate(seq_lens.tolist()):
-        for stored, rows in zip(caches, read_pages(pages, block_table[i], length, form), strict=True):
-            stored[i, :length] = rows.roll(form.scale_bytes, -1)
-    return caches[0], caches[1]
-
-
-def check_serialized(key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, form: KVFormat) -> None:
-    """Raises ValueError for caches that do not hold serialized rows of `form`, and for lengths that they cannot have."""
-    if form.bits != 4 or form.static:
-        raise ValueError(f"serialized rows have 4 bits and scales of their own, the format is {form.name}")
-    for stored in (key_cache, value_cache):
-        if stored.dtype != torch.uint8 or stored.dim() != 4 or stored.shape[-1] != form.row_bytes:
-            raise ValueError(
-                f"a cache {list(stored.shape)} of {stored.dtype} does not hold serialized {form.name} rows of {form.head_dim} channels: "
-                f"uint8 [batch, T, heads, {form.row_bytes}]"
-            )
-    if key_cache.shape != value_cache.shape:
-        raise ValueError(f"the key cache is {list(key_cache.shape)}, the value cache {list(value_cache.shape)}")
-    if seq_lens.shape != key_cache.shape[:1] or seq_lens.is_floating_point():
-        raise ValueError(f"lengths {list(seq_lens.shape)} of {seq_lens.dtype} for {len(key_cache)} sequences")
-    if seq_lens.numel() and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= key_cache.shape[1]:
-        raise ValueError(
-            f"lengths {int(seq_lens.min())} .. {int(seq_lens.max())}, the cache has room for {key_cache.shape[1]} tokens"
-        )
-
-
-def check_pages(pages: Tensor, heads: int, form: KVFormat) -> None:
-    """Raises ValueError for pages of another format or number of heads."""
-    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[1:] != (heads, form.page_bytes):
-        raise ValueError(
-            f"pages {list(pages.shape)} of {pages.dtype} do not hold {form.name} rows of {heads} heads: uint8 [n, {heads}, {form.page_bytes}]"
-        )

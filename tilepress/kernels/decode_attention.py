@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import int8
-from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat, check_pages, hadamard, read_pages
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, hadamard
+from tilepress.formats.kv_pages import check_pages, read_pages
 from tilepress.kernels import arch, jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.kv_cache import values_of
+from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration, forms_for, value_form, values_of
 
 _ARGUMENTS = (
     "Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, Tensor? key_fixed, "
     "Tensor? value_channels, Tensor? value_fixed, int bits, int group_size, bool static, bool rotate"
 )
-library.define(f"decode_attention({_ARGUMENTS}) -> Tensor")
-library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+library.define(f"decode_attention({_ARGUMENTS}, {VALUE_FORM}) -> Tensor")
+library.define(f"decode_attention_lse({_ARGUMENTS}, {VALUE_FORM}) -> (Tensor, Tensor)")
 library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale) -> Tensor")
 
 
@@ -43,8 +44,11 @@ class Cache(NamedTuple):
     group_size: int
     static: bool
     rotate: bool
+    value_bits: int = 0  # 0: values are stored as keys are
+    value_group_size: int = 0
+    value_static: bool = False
 
-    def form_for(self, query: Tensor) -> KVFormat:
+    def form_for(self, query: Tensor) -> Forms:
         """Return how the pages store rows. Raises ValueError for queries of other sequences or heads."""
         (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
         lengths, tables = len(self.seq_lens), len(self.block_table)
@@ -52,7 +56,7 @@ class Cache(NamedTuple):
             raise ValueError(f"{batch} queries, {lengths} lengths and block tables of {tables} sequences")
         if not kv_heads or heads % kv_heads:
             raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        return KVFormat(dim, self.bits, self.group_size, self.static)
+        return forms_for(dim, self.bits, self.group_size, self.static, *value_form(self))
 
 
 def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
@@ -70,9 +74,12 @@ def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
         if not length:
             continue
         key, value = (
-            values_of(rows, form, fixed)
-            for rows, fixed in zip(
-                read_pages(pages, block_table[i], length, form), (key_fixed, value_fixed), strict=True
+            values_of(rows, side, fixed)
+            for rows, side, fixed in zip(
+                read_pages(pages, block_table[i], length, form),
+                (form.key, form.value),
+                (key_fixed, value_fixed),
+                strict=True,
             )
         )
         scores = torch.einsum("hgd,thd->hgt", folded[i], key) * scale
@@ -86,7 +93,7 @@ def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
 
 
 def decode_attention_ref(query: Tensor, *args) -> Tensor:
-    """query [batch, query heads, D] over seq_lens int [batch] tokens in pages (formats/kv_int4.py) listed in block_table int [batch, most] -> the
+    """query [batch, query heads, D] over seq_lens int [batch] tokens in pages (formats/kv_pages.py) listed in block_table int [batch, most] -> the
     same shape and dtype; zeros where there are no tokens.
 
     key_channels, value_channels float32 [3, heads, D] and key_fixed, value_fixed float16 [heads, groups, 2] are the calibration's. Query heads are a
@@ -219,10 +226,12 @@ def _kernel(chosen: Configuration) -> jit.Kernel:
     return jit.Kernel("decode_attention", source(chosen), _TAKES, threads, chosen.shared_bytes, overlaps=True)
 
 
-def why_not(device: torch.device, form: KVFormat, dtype: torch.dtype) -> str | None:
+def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None:
     """Return why the reference serves ("" for the CPU), or None where the kernel does."""
     if (why := jit.why_not(device)) is not None:
         return why
+    if form.key != form.value:
+        return UNLIKE
     if arch.kernel_for("decode_attention", device) is None:
         return "the kernel needs a Hopper card"
     if form.head_dim not in (64, 128):
@@ -240,18 +249,14 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
     plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
     plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, cache.key_channels, cache.value_channels))
-    plain &= not (name == "decode_attention_lse" and form.static and cache.rotate)
+    plain &= not (name == "decode_attention_lse" and cache.static and cache.rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     if why_not(query.device, form, query.dtype) is not None or not plain:
         return REFERENCES[name](query, *cache, *tail)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
-    sizes = (3, kv_heads, dim), (kv_heads, form.groups, 2), (3, kv_heads, dim), (kv_heads, form.groups, 2)
-    if any(t is not None and t.shape != size for t, size in zip(calibration, sizes, strict=True)):
-        raise ValueError(f"the calibration is not of {kv_heads} heads of {dim} channels in {form.groups} groups")
-    if form.static and form.bits < 16 and (cache.key_fixed is None or cache.value_fixed is None):
-        raise ValueError("a static format needs its scales")
+    check_calibration((cache.key_channels, cache.value_channels, cache.key_fixed, cache.value_fixed), kv_heads, form)
     if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, *tail)):
         raise ValueError("the arguments are on several devices")
     query, seq_lens = query.contiguous(), seq_lens.contiguous()
@@ -337,6 +342,6 @@ def _(query, *_):
     return query.new_empty(query.shape, dtype=torch.int8)
 
 
-def path(device: torch.device, form: KVFormat, dtype: torch.dtype = torch.bfloat16) -> Path:
+def path(device: torch.device, form: Forms, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Return which implementation serves queries of a dtype on a device."""
     return Path("decode_attention", device.type, why_not(device, form, dtype), form.name)

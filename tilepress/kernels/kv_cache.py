@@ -1,4 +1,4 @@
-"""Appending to the paged attention cache: quantize rows and store them; formats/kv_int4.py has rows and pages, kv_read.py reads them back. The CUDA kernel
+"""Appending to the paged attention cache: quantize rows (formats/kv_int4.py) and store them in pages (kv_pages.py); kv_read.py reads them back. The CUDA kernel
 gives the reference's bits.
 
 Appending is one opaque op: a compiler that sees its casts may drop them and change codes.
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from tilepress.formats.kv_int4 import (
+    Forms,
     KVFormat,
-    check_pages,
     dequantize_rows,
+    forms_of,
     quantize_rows,
     row_bytes,
     split_row,
     to_channels,
-    write_pages,
 )
+from tilepress.formats.kv_pages import check_pages, write_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 
@@ -30,9 +31,11 @@ CACHE_TAKES = (
     "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
 )
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
-QUANTIZATION = (
-    f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits"
+VALUE_FORM = (
+    "int value_bits=0, int value_group_size=0, bool value_static=False"  # 0 bits: values are stored as keys are
 )
+QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}"
+UNLIKE = "keys and values of unlike forms, the kernel takes one form"
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 
 
@@ -67,7 +70,7 @@ class Steps(NamedTuple):
 @dataclass(frozen=True)
 class Quantization:
     """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
-    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys."""
+    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys. Values have the keys' format unless `value_bits` is given."""
 
     key_channels: Tensor | None
     key_fixed: Tensor | None
@@ -80,33 +83,34 @@ class Quantization:
     static: bool
     rotate: bool
     refits: int
+    value_bits: int = 0
+    value_group_size: int = 0
+    value_static: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
 
-    def check(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> KVFormat:
-        """Return the format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+    def check(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Forms:
+        """Return the formats of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
         if not key.shape[1] == value.shape[1] == pages.shape[1]:
             raise ValueError(
                 f"pages of {pages.shape[1]} heads do not hold keys of {key.shape[1]} and values of {value.shape[1]}"
             )
         tokens, heads, dim = key.shape
-        form = KVFormat(dim, self.bits, self.group_size, self.static)
+        form = forms_for(dim, self.bits, self.group_size, self.static, *value_form(self))
         check_pages(pages, heads, form)
         if key.shape != value.shape or slots.shape != (tokens,):
             raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
-        sizes = (3, heads, dim), (3, heads, dim), (heads, form.groups, 2), (heads, form.groups, 2)
-        if any(t is not None and t.shape != size for t, size in zip(self.tensors, sizes, strict=True)):
-            raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
-        if form.static and form.bits < 16 and (self.key_fixed is None or self.value_fixed is None):
-            raise ValueError("a static format needs its scales")
+        check_calibration(self.tensors, heads, form)
         if any(t is not None and t.device != pages.device for t in (key, value, slots, *self.tensors)):
             raise ValueError("the arguments are on several devices")
         return form
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
+        if self.value_bits:
+            return False
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(pages.device) is None
@@ -127,11 +131,11 @@ class Quantization:
         channels = self.key_channels is not None or self.value_channels is not None
         return Steps(channels, self.rotate, self.refits if form.bits == 4 and not form.static else 0)
 
-    def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: KVFormat) -> None:
+    def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: Forms) -> None:
         """The reference of what kv_quantize.cuh does."""
         rows = (
-            _rows(key, form, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
-            _rows(value, form, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
+            _rows(key, form.key, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
+            _rows(value, form.value, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
         )
         write_pages(pages, slots, *rows, form)
 
@@ -147,6 +151,40 @@ class Quantization:
             len(slots),
             len(pages),
         )
+
+
+def forms_for(
+    dim: int, bits: int, group_size: int, static: bool, value_bits: int, value_group_size: int, value_static: bool
+) -> Forms:
+    """Return the formats that an op's arguments name. Raises UsageError for what is none, ValueError for a value's form without `value_bits`."""
+    key = KVFormat(dim, bits, group_size, static)
+    if not value_bits:
+        if value_group_size or value_static:
+            raise ValueError("the values' groups or static scales were given without value_bits")
+        return key
+    return forms_of(key, KVFormat(dim, value_bits, value_group_size, value_static))
+
+
+def value_form(arguments) -> tuple[int, int, bool]:
+    """Return what VALUE_FORM names, of an op's arguments."""
+    return arguments.value_bits, arguments.value_group_size, arguments.value_static
+
+
+def op_forms(form: Forms) -> tuple[tuple[int, int, bool], tuple[int, int, bool]]:
+    """Return the formats as ops take them: bits, group_size, static of keys, and what VALUE_FORM names."""
+    numbers = [(side.bits, side.group_size, side.static) for side in (form.key, form.value)]
+    return numbers[0], (0, 0, False) if numbers[0] == numbers[1] else numbers[1]
+
+
+def check_calibration(tensors: tuple[Tensor | None, ...], heads: int, form: Forms) -> None:
+    """Check key_channels, value_channels, key_fixed, value_fixed. Raises ValueError where they do not fit the formats."""
+    dim, sides = form.head_dim, (form.key, form.value)
+    sizes = [(3, heads, dim), (3, heads, dim), *((heads, side.groups, 2) for side in sides)]
+    if any(t is not None and t.shape != size for t, size in zip(tensors, sizes, strict=True)):
+        groups = " and ".join(str(n) for n in dict.fromkeys(side.groups for side in sides))
+        raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {groups} groups")
+    if any(s.static and s.bits < 16 and fixed is None for s, fixed in zip(sides, tensors[2:], strict=True)):
+        raise ValueError("a static format needs its scales")
 
 
 def row_macros(form: KVFormat, dtype: torch.dtype) -> dict[str, int]:
@@ -225,6 +263,17 @@ def _(pages, *_):
     return None
 
 
-def path(device: torch.device) -> Path:
+def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_append", device.type, jit.why_not(device))
+    return Path("kv_append", device.type, why_not(device, form), unlike_name(form))
+
+
+def why_not(device: torch.device, form: Forms | None) -> str | None:
+    """Return why the reference appends or reads back ("" for the CPU), or None where a kernel does; without a form, of any that kernels take."""
+    why = jit.why_not(device)
+    return UNLIKE if why is None and unlike_name(form) else why
+
+
+def unlike_name(form: Forms | None) -> str:
+    """Return what tells a path of unlike forms from the others, "" for those."""
+    return "" if form is None or form.key == form.value else form.name

@@ -1,5 +1,5 @@
 """Reading a paged attention cache back: keys and values of whole sequences as contiguous tensors, for passes of several positions, whose attention is
-torch's. formats/kv_int4.py has rows and pages.
+torch's. formats/kv_int4.py has rows, kv_pages.py pages.
 
 On cards from sm_80 on sm80_kv_read.cu does it in one launch, to the reference's bits where they are finite. Its grid follows from `max_len`, which the host
 knows; lengths and block tables are read on the card, so that a captured graph stays valid when they change. The rest runs by the reference.
@@ -11,15 +11,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import KVFormat, check_pages, from_channels, read_pages
+from tilepress.formats.kv_int4 import Forms, KVFormat, from_channels
+from tilepress.formats.kv_pages import check_pages, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.kv_cache import KINDS, THREADS, address, blocks, row_macros, values_of
+from tilepress.kernels.kv_cache import (
+    KINDS,
+    THREADS,
+    VALUE_FORM,
+    address,
+    blocks,
+    check_calibration,
+    forms_for,
+    row_macros,
+    unlike_name,
+    value_form,
+    values_of,
+    why_not,
+)
 
 library.define(
     "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
-    "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype)"
-    " -> (Tensor, Tensor)"
+    "Tensor? value_channels, Tensor? value_fixed, int head_dim, int bits, int group_size, bool static, bool rotate, ScalarType out_dtype, "
+    f"{VALUE_FORM}) -> (Tensor, Tensor)"
 )
 
 _TOKENS = 8  # of a warp
@@ -46,6 +60,9 @@ class _Read(NamedTuple):
     static: bool
     rotate: bool  # keys
     out_dtype: torch.dtype
+    value_bits: int = 0  # 0: values are stored as keys are
+    value_group_size: int = 0
+    value_static: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -57,20 +74,16 @@ class _Read(NamedTuple):
         """The calibration's tensors in the order in which kernels take them."""
         return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
 
-    def check(self) -> KVFormat:
-        """Return the format of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
+    def check(self) -> Forms:
+        """Return the formats of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
         sequences, heads, max_len, dim = self.shape
-        form = KVFormat(dim, self.bits, self.group_size, self.static)
+        form = forms_for(dim, self.bits, self.group_size, self.static, *value_form(self))
         check_pages(self.pages, heads, form)
         if self.block_table.dim() != 2 or len(self.block_table) != sequences or max_len < 0:
             raise ValueError(
                 f"a block table {list(self.block_table.shape)} and {sequences} lengths, of at most {max_len} tokens"
             )
-        sizes = (3, heads, dim), (3, heads, dim), (heads, form.groups, 2), (heads, form.groups, 2)
-        if any(t is not None and t.shape != size for t, size in zip(self.calibration, sizes, strict=True)):
-            raise ValueError(f"the calibration is not of {heads} heads of {dim} channels in {form.groups} groups")
-        if form.static and form.bits < 16 and (self.key_fixed is None or self.value_fixed is None):
-            raise ValueError("a static format needs its scales")
+        check_calibration(self.calibration, heads, form)
         given = self.block_table, self.seq_lens, *self.calibration
         if any(t is not None and t.device != self.pages.device for t in given):
             raise ValueError("the arguments are on several devices")
@@ -84,6 +97,7 @@ class _Read(NamedTuple):
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None
+            and not self.value_bits
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()
@@ -105,11 +119,11 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
         if length > read.max_len:
             raise IndexError(f"{length} tokens, more than the {read.max_len} that are read")
         key, value = read_pages(read.pages, read.block_table[i], length, form)
-        for out, rows, fixed, channels, rotate in (
-            (keys, key, read.key_fixed, read.key_channels, read.rotate),
-            (values, value, read.value_fixed, read.value_channels, False),
+        for out, rows, side, fixed, channels, rotate in (
+            (keys, key, form.key, read.key_fixed, read.key_channels, read.rotate),
+            (values, value, form.value, read.value_fixed, read.value_channels, False),
         ):
-            out[i, :, :length] = from_channels(values_of(rows, form, fixed), channels, rotate).transpose(0, 1)
+            out[i, :, :length] = from_channels(values_of(rows, side, fixed), channels, rotate).transpose(0, 1)
     return keys, values
 
 
@@ -167,6 +181,6 @@ def _(*arguments):
     return tuple(read.pages.new_empty(read.shape, dtype=read.out_dtype) for _ in range(2))
 
 
-def path(device: torch.device) -> Path:
+def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_read", device.type, jit.why_not(device))
+    return Path("kv_read", device.type, why_not(device, form), unlike_name(form))

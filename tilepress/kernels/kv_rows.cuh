@@ -1,5 +1,5 @@
 // Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on.
-// Where a byte stands in its page is `page_order` of formats/kv_int4.py in closed form.
+// Where a byte stands in its page is `page_order` of formats/kv_pages.py in closed form.
 //
 // Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; KIND of the input, 0 float32, 1
 // bfloat16, 2 float16. Rows begin at multiples of E elements where E is a power of two.

@@ -109,7 +109,7 @@ __device__ __forceinline__ float warp_sum(float x, int from = 1, int to = 32) {
   return x;
 }
 
-// A lane's words of 8 tokens' codes, keys or values; formats/kv_int4.py has the order of pages.
+// A lane's words of 8 tokens' codes, keys or values; formats/kv_pages.py has the order of pages.
 template <bool KEY> __device__ __forceinline__ void load_words(u32 (&w)[WORDS], u32 at) {
   const int lane = threadIdx.x % 32;
   if (CODE_BYTES == 32) {

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import KVFormat, hadamard
+from tilepress.formats.kv_int4 import Forms, KVFormat, hadamard
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import (
@@ -37,6 +37,8 @@ from tilepress.kernels.kv_cache import (
     channels_of_lane,
     in_rows,
     row_macros,
+    unlike_name,
+    why_not,
 )
 
 library.define(
@@ -118,8 +120,8 @@ class _Rows:
     def weights(self) -> tuple[Tensor | None, ...]:
         return self.query_bias, self.key_bias, self.value_bias, self.query_norm, self.key_norm
 
-    def check(self, pages: Tensor, how: Quantization) -> KVFormat:
-        """Return the format of rows. Raises ValueError for what does not fit together."""
+    def check(self, pages: Tensor, how: Quantization) -> Forms:
+        """Return the formats of rows. Raises ValueError for what does not fit together."""
         query, key, cos, sin = self.query, self.key, self.cos, self.sin
         if not query.dim() == key.dim() == self.value.dim() == 3:
             raise ValueError(
@@ -154,7 +156,7 @@ class _Rows:
             raise ValueError("the arguments are on several devices")
         return form
 
-    def reference(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
+    def reference(self, pages: Tensor, how: Quantization, form: Forms) -> Tensor:
         rows = []
         for x, bias, norm, turns in (
             (self.query, self.query_bias, self.query_norm, True),
@@ -166,7 +168,7 @@ class _Rows:
             rows.append(turned(x, self.cos, self.sin, self.interleaved) if turns else x)
         query, key, value = rows
         how.store(pages, key, value, self.slots, form)
-        return (_folded(query, how) if self.fold and form.bits < 16 else query).contiguous()
+        return (_folded(query, how) if self.fold and form.key.bits < 16 else query).contiguous()
 
     def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
         width = channels_of_lane(form)
@@ -207,13 +209,13 @@ def _folded(query: Tensor, how: Quantization) -> Tensor:
 _BETWEEN = len(_Rows.__dataclass_fields__)
 
 
-def _taken(pages: Tensor, arguments: tuple) -> tuple[_Rows, Quantization, KVFormat]:
+def _taken(pages: Tensor, arguments: tuple) -> tuple[_Rows, Quantization, Forms]:
     rows, how = _Rows(*arguments[:_BETWEEN]), Quantization(*arguments[_BETWEEN:])
     return rows, how, rows.check(pages, how)
 
 
 def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
-    """Stores keys and values in pages uint8 [num_pages, KV heads, page_bytes] (formats/kv_int4.py) as kv_append does, and returns the queries
+    """Stores keys and values in pages uint8 [num_pages, KV heads, page_bytes] (formats/kv_pages.py) as kv_append does, and returns the queries
     [tokens, query heads, D] of the inputs' dtype, also of tokens whose slot is -1. The rest are those of `_Rows` and `Quantization`. Raises ValueError
     for what does not fit together, IndexError for slots beyond the pages."""
     rows, how, form = _taken(pages, arguments)
@@ -249,6 +251,6 @@ def _(pages, query, *_):
     return query.new_empty(query.shape)
 
 
-def path(device: torch.device) -> Path:
+def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("rope_append", device.type, jit.why_not(device))
+    return Path("rope_append", device.type, why_not(device, form), unlike_name(form))

@@ -3,13 +3,14 @@ with grouped-query attention): a reference to compare with, in plain PyTorch and
 
 The cache is uint8 [batch, T, KV heads, 4 G + D / 2]: (scale, shift) of G groups, then D / 2 bytes of codes (docs/format.md, "The serialized row").
 FBGEMM's kernel has one KV head, D = 128 and one or four groups; this takes any. To serve such a cache with our kernel, page it first:
-formats.kv_int4.pages_from_serialized.
+formats.kv_pages.pages_from_serialized.
 """
 
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import KVFormat, check_serialized, dequantize_rows, from_serialized
+from tilepress.formats.kv_int4 import KVFormat, dequantize_rows, from_serialized
+from tilepress.formats.kv_pages import check_serialized
 
 
 def serialized_form(head_dim: int, row_bytes: int) -> KVFormat:

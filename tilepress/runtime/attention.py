@@ -18,6 +18,7 @@ from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.kernels.arch import Path
+from tilepress.kernels.kv_cache import op_forms
 
 ops = torch.ops.tilepress
 
@@ -38,12 +39,13 @@ class PagePool:
     """
 
     def __init__(self, calibration: KVCalibration, device: torch.device | str, num_pages: int | None = None):
-        self.grows, self.calibration, form = num_pages is None, calibration, calibration.form
+        self.grows, self.calibration = num_pages is None, calibration
         self.pages = [
-            torch.empty(num_pages or 0, calibration.kv_heads, form.page_bytes, dtype=torch.uint8, device=device)
-            for _ in calibration.layers
+            torch.empty(num_pages or 0, calibration.kv_heads, layer.form.page_bytes, dtype=torch.uint8, device=device)
+            for layer in calibration.layers
         ]
-        self.sides = [tuple(side.to(device) for side in sides) for sides in calibration.layers]
+        self.sides = [layer.to(device).sides for layer in calibration.layers]
+        self._forms = [op_forms(layer.form) for layer in calibration.layers]
         self.free = list(range(num_pages or 0))[::-1]
         self.users = [0] * (num_pages or 0)
 
@@ -96,8 +98,9 @@ class PagePool:
 
         With `rope`, keys and queries get their norms and RoPE first. With `fold` the query comes back as `decode` wants it with `folded`: it has the keys'
         scale and rotation, rounded to its dtype once more (kernels/rope_append.py). Without `rope` nothing is folded."""
-        (keys, values), form, calibration = self.sides[layer], self.calibration.form, self.calibration
-        quantization = *keys, *values, form.bits, form.group_size, form.static, calibration.rotate, calibration.refits
+        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
+        rotate = self.calibration.layers[layer].rotate
+        quantization = *keys, *values, *form, rotate, self.calibration.refits, *value_form
         if rope is None:
             ops.kv_append(self.pages[layer], key, value, slots, *quantization)
             return query
@@ -109,11 +112,11 @@ class PagePool:
     ) -> Tensor:
         """Return the attention [sequences, heads, D] of one query for each sequence, whose pages are in table int32 [sequences, pages] and hold
         seq_lens int32 [sequences] tokens."""
-        keys, values, *form = self._reading(layer)
-        if folded:  # the query has the keys' channel scales and rotation already
-            keys, form[-1] = (None, keys[1]), False
-        given = self.pages[layer], table, seq_lens, scale
-        return ops.decode_attention(query.contiguous(), *given, *keys, *values, *form)
+        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
+        # A folded query has the keys' channel scales and rotation already.
+        rotate = self.calibration.layers[layer].rotate and not folded
+        stored = None if folded else keys.channels, keys.fixed, *values[:2], *form, rotate, *value_form
+        return ops.decode_attention(query.contiguous(), self.pages[layer], table, seq_lens, scale, *stored)
 
     def prefill(
         self,
@@ -126,14 +129,10 @@ class PagePool:
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`."""
-        keys, values, *form = self._reading(layer)
-        given = self.pages[layer], table, seq_lens, length, *keys, *values, query.shape[-1]
-        return attention(query, *ops.kv_read(*given, *form, query.dtype), scale, positions)
-
-    def _reading(self, layer: int) -> tuple:
-        """Calibration of a layer's keys, of its values, and the format's numbers, as ops that read take them."""
-        (keys, values), form = self.sides[layer], self.calibration.form
-        return keys[:2], values[:2], form.bits, form.group_size, form.static, self.calibration.rotate
+        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
+        stored = *keys[:2], *values[:2], query.shape[-1], *form, self.calibration.layers[layer].rotate
+        read = ops.kv_read(self.pages[layer], table, seq_lens, length, *stored, query.dtype, *value_form)
+        return attention(query, *read, scale, positions)
 
     def _grow(self, count: int) -> None:
         self.free = [*range(self.total, self.total + count)][::-1] + self.free
@@ -144,10 +143,13 @@ class PagePool:
 
 def paths(calibration: KVCalibration, device: torch.device, dtype: torch.dtype, fused: int) -> dict[Path, int]:
     """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype."""
-    layers = len(calibration.layers)
-    found = {rope_append.path(device): fused, kv_cache.path(device): layers - fused, kv_read.path(device): layers}
-    found |= {decode_attention.path(device, calibration.form, dtype): layers}
-    return {name: count for name, count in found.items() if count}
+    found: dict[Path, int] = {}
+    for number, layer in enumerate(calibration.layers):
+        append = rope_append if number < fused else kv_cache
+        read = kv_read.path(device, layer.form), decode_attention.path(device, layer.form, dtype)
+        for path in (append.path(device, layer.form), *read):
+            found[path] = found.get(path, 0) + 1
+    return found
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import KVCache, demo
+from tilepress.cli.kv import kv_text
 from tilepress.compress.kv import calibration, search as kv_search
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Sample, attention_shape, by_pairs
 from tilepress.eval.perplexity import Protocol, measure
@@ -114,7 +115,7 @@ def test_every_family(checkpoint_of, tmp_path, family, settings):
 def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
     """Means of keys after RoPE and of values, against the stock cache of the whole model."""
     source, text = checkpoint_of("llama", torch.float32), few_words(4, 64)
-    calibrate(source, tmp_path / "out", text, rotation="none")
+    calibrate(source, tmp_path / "out", text, rotation="none", bits=8)
     found = kv_calibration.load(Checkpoint(tmp_path / "out"))
     model, keys, values = AutoModelForCausalLM.from_pretrained(source), [], []
     for window in text.windows(AutoTokenizer.from_pretrained(source)):
@@ -122,7 +123,7 @@ def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
             cache = model(torch.tensor([window])).past_key_values
         keys.append([layer.keys[0] for layer in cache.layers])
         values.append([layer.values[0] for layer in cache.layers])
-    for number, sides in enumerate(found.layers):
+    for number, sides in enumerate(layer.sides for layer in found.layers):
         for side, parts in zip(sides, (keys, values), strict=True):
             seen = torch.cat([layers[number] for layers in parts], 1)
             torch.testing.assert_close(side.channels[0], seen.mean(1), rtol=1e-4, atol=1e-5)
@@ -168,6 +169,9 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
+    scores = (query @ key.repeat_interleave(3, 1).mT * 0.3).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    share = float(scores.softmax(-1)[..., 0].mean())
+    assert kv_search.Search(seen).first_attention == pytest.approx(share, rel=1e-4)
     torch.testing.assert_close(found.flatten(0, 1)[:, :20], expected[0][:, seen.samples[0].positions])
 
 
@@ -188,14 +192,52 @@ def test_the_grid_is_searched_by_the_outputs_error():
         }
         return float((kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact).norm() / exact.norm())
 
-    chosen = dict(zip(("key", "value"), kv_search.choose(seen, form, False)[:2], strict=True))
+    chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
-        others = [
-            error({what: kv_search._side(seen, what, form, alpha, clip, False)})
+        plain = {
+            (alpha, clip): kv_search._side(seen, what, form, alpha, clip, False)
             for alpha in kv_search.ALPHAS
             for clip in kv_search.CLIPS[False]
-        ]
+        }
+        first = getattr(sample, what)[:, 0]
+        moved = [kv_search.on_grid(first, form, side, False) for (_, clip), side in plain.items() if clip == 1]
+        others = [error({what: side}) for side in (*plain.values(), *moved)]
         assert error({what: side}) == pytest.approx(min(others), rel=1e-4) and max(others) > 1.3 * min(others)
+
+
+def _with_a_sink(scale: float = 3.0) -> LayerSeen:
+    """A layer with two windows in which most attention goes to the first token, whose key and value are always the same."""
+    generator = torch.Generator().manual_seed(0)
+    seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
+    sink = torch.randn(2, 1, 2, 1, 32, generator=generator)
+    for _ in range(2):
+        query, key, value = (torch.randn(1, heads, 100, 32, generator=generator) for heads in (4, 2, 2))
+        key[:, :, :1], value[:, :, :1] = sink[0], 0.3 * sink[1]
+        query += scale * sink[0].repeat_interleave(2, 1)
+        seen.add(query, key, value, 0.2, keep=True)
+    return seen
+
+
+@pytest.mark.parametrize("form,rotate", [(KVFormat(32), False), (KVFormat(32), True)], ids=str)
+def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
+    """Where it takes most of the attention: to the rounding of float16 scales, and the output's error falls by half."""
+    seen = _with_a_sink()
+    search = kv_search.Search(seen)
+    assert search.first_attention > 0.6
+    key, value, facts = kv_search.choose(search, form, rotate)
+    assert facts["key_first_exact"] and facts["value_first_exact"]
+    turns = {"key": rotate, "value": False}
+    plain = [kv_search._side(seen, what, form, facts[f"{what}_alpha"], 1.0, turns[what]) for what in turns]
+    for (what, turned), side, before in zip(turns.items(), (key, value), plain, strict=True):
+        first = getattr(seen.samples[1], what)[:, :1].transpose(0, 1)
+        back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
+        assert float((back - first).norm() / first.norm()) < 2e-3
+        assert float((rounded - first).norm() / first.norm()) > 0.03
+    errors = [
+        search.error(key=search.back("key", form, k, rotate), value=search.back("value", form, v, rotate))
+        for k, v in ((key, value), plain)
+    ]
+    assert errors[0] ** 0.5 == pytest.approx(facts["output_error"], rel=1e-4) and errors[0] < 0.5 * errors[1]
 
 
 def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
@@ -213,7 +255,7 @@ def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
 def test_error_weights(checkpoint_of, tmp_path):
     """Of a value its scale squared; of a key also the power of the queries that meet it; a mean of 1 in each head."""
     calibrate(checkpoint_of("llama"), tmp_path / "out", rotation="none")
-    for keys, values in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
+    for keys, values, *_ in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
         expected = values.channels[1].square()
         torch.testing.assert_close(values.channels[2], expected / expected.mean(-1, keepdim=True))
         power = keys.channels[2] / keys.channels[1].square()
@@ -286,7 +328,9 @@ def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, 
     run = partial(run_recipe, KVCache(rotation=rotation), source, text=few_words(4, 64))
     states = killed_before_each_rename(run, whole, monkeypatch)
     searched, choose = [], calibration.choose
-    monkeypatch.setattr(calibration, "choose", lambda seen, *rest: searched.append(seen.name) or choose(seen, *rest))
+    monkeypatch.setattr(
+        calibration, "choose", lambda search, *rest: searched.append(search.seen.name) or choose(search, *rest)
+    )
     # Before the renames: the plan, then each layer's tensors and facts, and the facts of all.
     for step, layers in ((1, 3), (2, 3), (3, 2), (4, 2), (5, 1), (6, 1), (7, 0), (8, 0)):
         searched.clear()
@@ -328,6 +372,19 @@ def test_the_command(checkpoint_of, tmp_path, cli):
     assert all(result["protocol"]["kv"] == kv for kv, result in measured.items())
     default = cli(*measure)
     assert measured["sim"]["nll"] != measured["off"]["nll"] and "inside an ordinary forward pass" in default.out
+
+
+def test_a_sink_is_told(calibrated):
+    """Where the first token takes half of a layer's attention; random models have no such layer."""
+    told = json.loads((calibrated / "tilepress.json").read_text())["kv_cache"]
+    assert all(0 < layer["first_attention"] < 0.5 for layer in told["report"])
+    assert "sink" not in kv_text(told, 1.0)
+    told["report"][1] |= {"first_attention": 0.9, "key_first_exact": True, "value_first_exact": True}
+    told["report"][0] |= {"key_first_exact": False}
+    assert "in 1 of 2 layers, 90% in layer 1; 1 layers store it exactly" in kv_text(told, 1.0)
+    for layer in told["report"]:
+        del layer["first_attention"]  # what older versions wrote
+    assert "sink" not in kv_text(told, 1.0)
 
 
 # Bad input

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import tilepress
 from tilepress import KVCache
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.kv_calibration import KVCalibration, Side
+from tilepress.formats.kv_calibration import CachedLayer, KVCalibration, Side, uncalibrated
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.models import families
 from tilepress.runtime.hf import fused_attention, paged_cache as kv_cache
@@ -58,7 +58,7 @@ FORMS = {
 def calibration(form: KVFormat, kv_heads: int, layers: int, rotate: bool = True) -> KVCalibration:
     """Means, scales and weights of channels that matter; nothing for 16 bits."""
     if form.bits == 16:
-        return KVCalibration(form, kv_heads, ((Side(None), Side(None)),) * layers)
+        return uncalibrated(form, kv_heads, layers)
     generator = torch.Generator().manual_seed(3)
 
     def side() -> Side:
@@ -68,7 +68,7 @@ def calibration(form: KVFormat, kv_heads: int, layers: int, rotate: bool = True)
         fixed = torch.tensor([0.4, -3.0]).half().expand(kv_heads, form.groups, 2).clone() if form.static else None
         return Side(channels, fixed, 0.9)
 
-    return KVCalibration(form, kv_heads, tuple((side(), side()) for _ in range(layers)), rotate, 1)
+    return KVCalibration(kv_heads, tuple(CachedLayer(side(), side(), form, rotate) for _ in range(layers)), 1)
 
 
 def stock(family: str, dtype: torch.dtype = torch.float32, **changes):

@@ -139,9 +139,10 @@ def test_simulation_changes_keys_and_values_alone(model, tokenizer, monkeypatch)
         results[mode] = seen[0]
     calibration = model.kv_state.calibration
     assert torch.equal(results["off"][0], results["sim"][0])
-    for i, rotate in ((1, calibration.rotate), (2, False)):
+    layer = calibration.layers[0]
+    for i, rotate in ((1, layer.rotate), (2, False)):
         exact = results["off"][i][0].transpose(0, 1)
-        expected = fake_quantize(exact, calibration.form, *calibration.layers[0][i - 1], rotate, calibration.refits)
+        expected = fake_quantize(exact, layer.form, *layer.sides[i - 1], rotate, calibration.refits)
         torch.testing.assert_close(results["sim"][i][0].transpose(0, 1), expected)
         assert not torch.equal(exact, expected)
 

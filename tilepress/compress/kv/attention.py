@@ -126,6 +126,13 @@ class LayerSeen:
     windows: int = 0
     scaling: float = 1.0
     samples: list[Sample] = field(default_factory=list)
+    firsts: dict[str, list[Tensor]] = field(
+        default_factory=lambda: {"key": [], "value": []}
+    )  # [KV heads, D] of each window
+
+    def first(self, what: str) -> Tensor:
+        """Return the middle key or value of a window's first token, channel by channel: [KV heads, D]."""
+        return torch.stack(self.firsts[what]).median(0).values
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool) -> None:
         """Add a window: query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
@@ -144,6 +151,7 @@ class LayerSeen:
                     f"the {what}s of {self.name} are not finite during calibration",
                     "the checkpoint overflows in its own dtype: check it with `tilepress eval perplexity`",
                 )
+            self.firsts[what].append((keys if what == "key" else values)[:, 0])
             before = getattr(self, what)
             setattr(self, what, ranges if before is None else before.add(ranges))
         longest = by_pairs(keys.square(), shape, torch.sum).amax(1).sqrt()
@@ -171,6 +179,7 @@ class Watch:
         self.model, self.shape = model, shape
         self._layer: LayerSeen | None = None  # the one that runs
         self._keeps = False
+        self._instead: tuple[Tensor, Tensor] | None = None  # keys and values that attention gets for those it is given
         AttentionInterface.register(_ATTENTION, self._attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
         try:
@@ -198,6 +207,19 @@ class Watch:
             )
         return seen
 
+    def change(self, layer: Layer, hidden: Tensor, key: Tensor, value: Tensor) -> float:
+        """Return how much a layer's output for a window `hidden` [1, tokens, hidden] changes when its attention gets other keys and values.
+
+        These are [KV heads, tokens, D]. The squared change of a token relative to its output, for the middle one of all tokens but the first."""
+        with self.model.loaded(layer.path):
+            exact = self.model.run(layer.path, hidden)[0, 1:].float()
+            self._instead = key[None], value[None]
+            try:
+                off = self.model.run(layer.path, hidden)[0, 1:].float() - exact
+            finally:
+                self._instead = None
+        return float((off.square().sum(-1) / exact.square().sum(-1).clamp(min=1e-30)).median())
+
     def _attention(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -207,6 +229,8 @@ class Watch:
             raise UsageError(f"the attention uses {unusual[0]}", _ORDINARY)
         if self._layer is not None:
             self._layer.add(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, self._keeps)
+        if self._instead is not None:
+            key, value = (x.to(key.dtype) for x in self._instead)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 

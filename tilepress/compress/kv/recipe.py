@@ -6,15 +6,16 @@ are linked.
 
 from dataclasses import dataclass
 
-from tilepress.compress.kv.attention import QUERIES, attention_shape
+from tilepress.compress.kv.attention import QUERIES, AttentionShape, attention_shape
+from tilepress.compress.kv.budget import check_budget, forms_for_budget
 from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
 from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target
 from tilepress.formats import UsageError, check_kinds
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.files import read_json
-from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, form_of
-from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, forms_in, name_of
+from tilepress.formats.kv_int4 import Forms, KVFormat
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.text import Text
 
@@ -25,10 +26,14 @@ class KVCache(Recipe):
 
     Raises UsageError for an unknown choice or two that contradict each other."""
 
-    bits: int = 4  # of a stored key or value: 4 | 8
+    bits: int | str = (
+        4  # of a stored key or value: 4 | 8 | "auto", each layer's keys and values have the form that serves them best
+    )
     group_size: int | None = None  # channels that share a scale, 4 bits: 128 | 64 | 32; None: the head dimension
     mode: str = "dynamic"  # dynamic: scales with every token | static: calibrated and stored once
     rotation: str = "auto"  # of keys and queries: auto, if it lowers the error | none | hadamard
+    budget: float | None = None  # of "auto": mean bits of a stored number, scales counted
+    alike: bool = False  # of "auto": keys and values of a layer have one form, as kernels take it
 
     command = "compress kv"
     links = True
@@ -37,8 +42,23 @@ class KVCache(Recipe):
 
     def __post_init__(self):
         check_kinds(self)
-        if self.bits not in (4, 8):
-            raise UsageError(f"--bits {self.bits} is unknown", "choose 4 or 8")
+        if self.bits not in (4, 8, "auto"):
+            raise UsageError(f"--bits {self.bits} is unknown", "choose 4, 8 or auto")
+        if self.bits == "auto":
+            if self.budget is None:
+                raise UsageError(
+                    "--bits auto needs a budget", "give --budget, the mean bits of a stored number, such as 4.5"
+                )
+            if not 0 < self.budget <= 16:
+                raise UsageError(f"--budget {self.budget:g} is no number of bits", "give one up to 16, such as 4.5")
+            if self.group_size is not None or self.mode != "dynamic":
+                raise UsageError(
+                    "--bits auto tries groups and static scales itself", "leave --group-size and --mode out"
+                )
+        elif self.budget is not None or self.alike:
+            raise UsageError(
+                f"--bits {self.bits} takes no {'--alike' if self.budget is None else '--budget'}", "use --bits auto"
+            )
         if self.mode not in ("dynamic", "static"):
             raise UsageError(f"--mode {self.mode} is unknown", "choose dynamic or static")
         if self.rotation not in ("auto", "none", "hadamard"):
@@ -49,7 +69,7 @@ class KVCache(Recipe):
     @property
     def rotations(self) -> tuple[bool, ...]:
         """The rotations that are tried."""
-        if self.rotation == "auto" and self.bits == 4 and self.mode == "dynamic":
+        if self.rotation == "auto" and self.bits in (4, "auto") and self.mode == "dynamic":
             return (False, True)
         return (self.rotation == "hadamard",)
 
@@ -66,13 +86,21 @@ class KVCache(Recipe):
             "mode": self.mode,
             "rotation": self.rotation,
         }
+        if self.bits == "auto":
+            chosen = {"bits": "auto", "budget": self.budget, "alike": self.alike, "rotation": self.rotation}
         return chosen | text.described()
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
-        self.form(attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim)
+        head_dim = attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim
+        self.forms(head_dim)
+        if self.budget is not None:
+            check_budget(self.budget, head_dim)
 
-    def form(self, head_dim: int) -> KVFormat:
-        return KVFormat(head_dim, self.bits, self.group_size or 0, self.mode == "static")
+    def forms(self, head_dim: int) -> tuple[KVFormat, ...]:
+        """Return the forms that are tried. Raises UsageError for a head dimension that does not fit."""
+        if self.bits == "auto":
+            return tuple(forms_for_budget(head_dim))
+        return (KVFormat(head_dim, self.bits, self.group_size or 0, self.mode == "static"),)
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
         """Return the number of layers."""
@@ -80,7 +108,9 @@ class KVCache(Recipe):
 
     def foreseen(self, inputs: Inputs) -> dict:
         shape = attention_shape(inputs.checkpoint, inputs.trust_remote_code)
-        return {"kv_cache": sizes(self.form(shape.head_dim), shape.kv_heads * shape.layers)}
+        if self.budget is not None:
+            return {"kv_cache": foreseen_sizes(self.budget, shape)}
+        return {"kv_cache": sizes([*self.forms(shape.head_dim)] * shape.layers, shape.kv_heads)}
 
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Estimate the peak memory in bytes.
@@ -102,7 +132,7 @@ class KVCache(Recipe):
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
         shape = attention_shape(Checkpoint(plan.source), plan.trust_remote_code)
-        settings = Settings(shape, self.form(shape.head_dim), self.rotations)
+        settings = Settings(shape, self.forms(shape.head_dim), self.rotations, self.budget, self.alike)
         calibrate(plan, settings, device, progress)
         return {}
 
@@ -131,11 +161,24 @@ class KVCache(Recipe):
         return config | {CONFIG_KEY: FOLDER}
 
 
-def sizes(form: KVFormat, heads: int) -> dict:
-    """Bytes of cache a token with bfloat16 and with a format, and the tokens that fit into a GiB; `heads` of all layers together."""
-    before, after = 2 * heads * form.head_dim * 2, 2 * heads * form.row_bytes
+def sizes(forms: list[Forms], heads: int) -> dict:
+    """Bytes of cache a token with bfloat16 and with the layers' formats, and the tokens that fit into a GiB; `heads` of each layer."""
+    rows = [row for form in forms for row in (form.key, form.value)]
+    before, after = (
+        heads * sum(sizes) for sizes in ([2 * row.head_dim for row in rows], [row.row_bytes for row in rows])
+    )
+    return _in_memory(name_of(forms), before, after)
+
+
+def foreseen_sizes(budget: float, shape: AttentionShape) -> dict:
+    """`sizes` of a cache whose forms are not known yet: at most what the budget allows."""
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return _in_memory(f"mixed, at most {budget:g} bits a number", 2 * numbers, int(numbers * budget / 8))
+
+
+def _in_memory(name: str, before: int, after: int) -> dict:
     return {
-        "format": form.name,
+        "format": name,
         "bytes_per_token_bfloat16": before,
         "bytes_per_token": after,
         "tokens_per_gib_bfloat16": (1 << 30) // before,
@@ -145,5 +188,7 @@ def sizes(form: KVFormat, heads: int) -> dict:
 
 def told(facts: dict) -> dict:
     """The manifest's entry for a sidecar, from its facts."""
-    kept = {key: facts[key] for key in ("rotation", "windows", "tokens", "report", "warnings")}
-    return sizes(form_of(facts), facts["kv_heads"] * facts["layers"]) | kept
+    kept = {
+        key: facts[key] for key in ("rotation", "windows", "tokens", "report", "warnings", "budget") if key in facts
+    }
+    return sizes(forms_in(facts), facts["kv_heads"]) | kept

@@ -8,11 +8,18 @@ Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of 
 the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
 root mean squares: there scale = (k / q)^alpha.
 
+A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
+its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
+2402.17762). So means may be moved, by at most half a step of that row, until it lies on the grid of its own codes: it is stored exactly, and other rows find
+their scales around means that are a little off. The grid has each alpha with and without.
+
 Static ranges of keys must hold at positions that calibration never saw. RoPE turns a pair of channels and leaves its length: so the range of
 both is the largest length that was seen, around 0.
 """
 
 import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,54 +32,122 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
 
 
-def choose(seen: LayerSeen, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
-    """Return the keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
-    exact = [attend(sample, seen.scaling) for sample in seen.samples]
-    power = max(sum(float(out.square().sum()) for out in exact), 1e-30)
+class Candidate(NamedTuple):
+    """The best side of a layer's keys or values in one form."""
 
-    def back(x: Tensor, what: str, side: Side) -> Tensor:
-        """Return x [heads, tokens, D] float32 as it comes back from the cache."""
-        return fake_quantize(x.transpose(0, 1), form, *side, rotate and what == "key", form.refits).transpose(0, 1)
+    form: KVFormat
+    rotate: bool
+    side: Side
+    cost: float  # relative squared error of the attention's output with this side quantized alone
+    facts: dict  # alpha and clip
 
-    def error(**sides: Side) -> float:
-        """Return the relative squared error of the attention's outputs with quantized keys, values or both."""
-        quantized = [
-            s._replace(**{what: back(getattr(s, what), what, side) for what, side in sides.items()})
-            for s in seen.samples
-        ]
-        differences = (attend(s, seen.scaling) - out for s, out in zip(quantized, exact, strict=True))
-        return sum(float(difference.square().sum()) for difference in differences) / power
 
-    chosen, facts = {}, {}
-    for what in ("key", "value"):
-        candidates = {
-            (alpha, clip): _side(seen, what, form, alpha, clip, rotate)
+class Search:
+    """The sampled windows of a layer, and what its attention gives on them."""
+
+    def __init__(self, seen: LayerSeen):
+        self.seen, self._found = seen, {}
+        self.exact = [attend(sample, seen.scaling) for sample in seen.samples]
+        shares = [weights(sample, seen.scaling)[..., 0].mean() for sample in seen.samples]
+        self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
+        self.power = max(sum(float(out.square().sum()) for out in self.exact), 1e-30)
+
+    def error(self, **quantized: list[Tensor]) -> float:
+        """Return the relative squared error of the attention's outputs with keys, values or both of the samples replaced."""
+        off = 0.0
+        for i, (sample, out) in enumerate(zip(self.seen.samples, self.exact, strict=True)):
+            replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
+            off += float((attend(replaced, self.seen.scaling) - out).square().sum())
+        return off / self.power
+
+    def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
+        """Return the samples' keys or values [heads, tokens, D] float32 as they come back from the cache."""
+        turned = rotate and what == "key"
+        rows = (getattr(sample, what).transpose(0, 1) for sample in self.seen.samples)
+        return [fake_quantize(x, form, *side, turned, form.refits).transpose(0, 1) for x in rows]
+
+    def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
+        """Return the side with the least output error on the grid, searched once; values are never rotated."""
+        wanted = what, form, rotate and what == "key"
+        if wanted not in self._found:
+            self._found[wanted] = self._best(*wanted)
+        return self._found[wanted]
+
+    def _best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
+        if form.bits == 16:
+            return Candidate(
+                form, False, Side(None), self.error(**{what: self.back(what, form, Side(None), False)}), {}
+            )
+        sides = {
+            (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
         }
-        alpha, clip = min(candidates, key=lambda point: error(**{what: candidates[point]}))
-        chosen[what] = candidates[alpha, clip]
-        facts |= {f"{what}_alpha": alpha, f"{what}_clip": clip}
-    facts["output_error"] = error(**chosen) ** 0.5
-    for what, side in chosen.items():
-        exact_rows = [getattr(sample, what) for sample in seen.samples]
-        off = sum(float((back(x, what, side) - x).square().sum()) for x in exact_rows)
-        facts[f"{what}_error"] = (off / max(sum(float(x.square().sum()) for x in exact_rows), 1e-30)) ** 0.5
-        if form.static:
-            shares = [clamped_share(x.transpose(0, 1), form, side.channels, side.fixed) for x in exact_rows]
+        if form.bits == 4:
+            sides |= {
+                (alpha, clip, True): on_grid(self.seen.first(what), form, side, rotate)
+                for (alpha, clip, _), side in sides.items()
+                if clip == 1.0 or form.static
+            }
+        costs = {point: self.error(**{what: self.back(what, form, side, rotate)}) for point, side in sides.items()}
+        point = min(costs, key=costs.get)
+        facts = {f"{what}_alpha": point[0], f"{what}_clip": point[1]}
+        if form.bits == 4:
+            facts[f"{what}_first_exact"] = point[2]
+        return Candidate(form, rotate, sides[point], costs[point], facts)
+
+    def told(self, what: str, chosen: Candidate) -> dict:
+        """Return what the manifest says of the rounding of keys or values."""
+        exact, back = (
+            [getattr(sample, what) for sample in self.seen.samples],
+            self.back(what, chosen.form, chosen.side, chosen.rotate),
+        )
+        off = sum(float((found - x).square().sum()) for found, x in zip(back, exact, strict=True))
+        facts = {f"{what}_error": (off / max(sum(float(x.square().sum()) for x in exact), 1e-30)) ** 0.5}
+        if chosen.form.static:
+            side = chosen.side
+            shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in exact]
             facts[f"{what}_overflow"] = sum(shares) / len(shares)
-    return chosen["key"], chosen["value"], facts
+        return facts
+
+
+def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
+    """Return the keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
+    chosen = {what: search.best(what, form, rotate) for what in ("key", "value")}
+    facts = chosen["key"].facts | chosen["value"].facts
+    back = {what: search.back(what, form, found.side, rotate) for what, found in chosen.items()}
+    facts["output_error"] = search.error(**back) ** 0.5
+    for what, found in chosen.items():
+        facts |= search.told(what, found)
+    facts["first_attention"] = search.first_attention
+    return chosen["key"].side, chosen["value"].side, facts
+
+
+def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: tuple[bool, ...]) -> list[Candidate]:
+    """Return the best side of a layer's keys or values in each form, keys of dynamic 4-bit ones with the better of `rotations`.
+
+    `facts` are those of the manifest."""
+    found = []
+    for form in forms:
+        turned = rotations if what == "key" and form.bits == 4 and not form.static else (False,)
+        chosen = min((search.best(what, form, rotate) for rotate in turned), key=lambda candidate: candidate.cost)
+        found.append(chosen._replace(facts=chosen.facts | search.told(what, chosen)))
+    return found
 
 
 def attend(sample: Sample, scaling: float) -> Tensor:
     """Return causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
+    return torch.einsum("hgnt,htd->hgnd", weights(sample, scaling), sample.value)
+
+
+def weights(sample: Sample, scaling: float) -> Tensor:
+    """Return the attention that the sample's queries give each token: [KV heads, queries per KV head, n, tokens] float32."""
     scores = torch.einsum("hgnd,htd->hgnt", sample.query, sample.key) * scaling
     later = torch.arange(sample.key.shape[1], device=sample.key.device)[None] > sample.positions[:, None]
-    return torch.einsum("hgnt,htd->hgnd", scores.masked_fill(later, -torch.inf).softmax(-1), sample.value)
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
 
 
 def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
     """Return the side at one point of the grid."""
-    rotate = rotate and what == "key"
     low, high = _range(seen, what, form)
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
     if rotate:
@@ -87,6 +162,15 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
     scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
     channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
+
+
+def on_grid(row: Tensor, form: KVFormat, side: Side, rotate: bool) -> Side:
+    """Return the side with means moved so that `row` [KV heads, D] float32 comes back exactly, but for float16 scales.
+
+    Its scale and shift are those of its extremes, which a refit leaves where they are once all codes are exact: so the clip has to be 1."""
+    channels = side.channels.clone()
+    channels[0] += row - fake_quantize(row[None], form, channels, side.fixed, side.clip, rotate, 0)[0]
+    return side._replace(channels=channels)
 
 
 def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The attention caches of the lean pass: room for a batch of sequences, in static tensors that a CUDA graph can keep.
 
-`PagedSequences` holds pages of 4, 8 or 16 bits (formats/kv_int4.py), attended to by kernels. A sequence gets the pages of its whole length when it begins, so
+`PagedSequences` holds pages of 4, 8 or 16 bits (formats/kv_pages.py), attended to by kernels. A sequence gets the pages of its whole length when it begins, so
 that a block table stays as it is while the sequence grows. `ContiguousSequences` holds keys and values in the model's dtype for torch's own attention.
 
 A `Step` says where the rows of a pass go: `decoding` makes it of positions by tensor operations alone, `prefilling` for a piece of one sequence.
@@ -100,7 +100,7 @@ class PagedSequences:
 
     @property
     def name(self) -> str:
-        return f"{self.calibration.form.name}, paged"
+        return f"{self.calibration.name}, paged"
 
     def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
         """Return which implementation serves how many layers; `turns`: by RoPE."""

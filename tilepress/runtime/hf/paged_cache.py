@@ -236,9 +236,7 @@ class PagedCache(Cache):
 
     def __repr__(self) -> str:
         used = self.pool.total - len(self.pool.free)
-        return (
-            f"PagedCache({self.calibration.form.name}, {len(self.tables)} sequences, {used} of {self.pool.total} pages)"
-        )
+        return f"PagedCache({self.calibration.name}, {len(self.tables)} sequences, {used} of {self.pool.total} pages)"
 
 
 def check_finite(layer: int, key: Tensor, value: Tensor) -> None:
@@ -287,7 +285,7 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     found = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim)
-    declared = (len(calibration.layers), calibration.kv_heads, calibration.form.head_dim)
+    declared = (len(calibration.layers), calibration.kv_heads, calibration.head_dim)
     if found != declared:
         raise TilepressError(
             "the cache was calibrated for {} layers with {} KV heads of {}, the model has {} with {} of {}".format(
@@ -371,11 +369,14 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     calibration, where = state.calibration, (layer, key.device)
     check_finite(layer, key, value)
     if where not in state.sides:
-        state.sides[where] = tuple(side.to(key.device) for side in calibration.layers[layer])
-    found = []
-    for x, side, rotate in zip((key, value), state.sides[where], (calibration.rotate, False), strict=True):
+        state.sides[where] = calibration.layers[layer].to(key.device)
+    found, there = [], state.sides[where]
+    for x, side, form, rotate in (
+        (key, there.key, there.form.key, there.rotate),
+        (value, there.value, there.form.value, False),
+    ):
         rows = x.transpose(1, 2)
-        back = fake_quantize(rows.flatten(0, 1), calibration.form, *side, rotate, calibration.refits)
+        back = fake_quantize(rows.flatten(0, 1), form, *side, rotate, calibration.refits)
         found.append(back.view(rows.shape).transpose(1, 2).to(x.dtype))
     return found[0], found[1]
 
@@ -385,5 +386,5 @@ def paths(model: torch.nn.Module, mode: str) -> dict[Path | str, int]:
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     if mode == "cache":
         return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)))
-    quantized = f"of keys and values through {calibration.form.name} and back " if mode == "sim" else ""
+    quantized = f"of keys and values through {calibration.name} and back " if mode == "sim" else ""
     return {f"torch attention {quantized}on {device.type}": len(calibration.layers)}

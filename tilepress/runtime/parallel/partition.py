@@ -143,7 +143,7 @@ class Partition:
             channels = None if whole.channels is None else whole.channels[:, own].contiguous()
             return Side(channels, None if whole.fixed is None else whole.fixed[own].contiguous(), whole.clip)
 
-        layers = tuple((side(keys), side(values)) for keys, values in calibration.layers)
+        layers = tuple(layer._replace(key=side(layer.key), value=side(layer.value)) for layer in calibration.layers)
         return replace(calibration, kv_heads=heads.own_kv[1] - heads.own_kv[0], layers=layers)
 
     def finish(self, model: nn.Module) -> None:
