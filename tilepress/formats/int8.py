@@ -321,11 +321,19 @@ def _same_input(paths: list[str], value, tensors: dict) -> bool:
 class Codes:
     """A weight's int8 codes, some rows after the other as (first row, codes), and what is known of them after the last."""
 
-    def __init__(self, weight: Tensor, per: str, dtype: torch.dtype, name: str):
-        """The scale is `weight_scale`'s. Raises TilepressError for values that are not finite: a scale would mean nothing."""
+    def __init__(
+        self, weight: Tensor, per: str, dtype: torch.dtype, name: str, given: tuple[Tensor, Tensor] | None = None
+    ):
+        """`given` are codes that somebody else rounded, and their scale; else the scale is `weight_scale`'s and codes are the nearest.
+
+        Raises TilepressError for values that are not finite: a scale would mean nothing."""
         for _ in converted(weight, weight.dtype, name):
             pass
-        self.weight, self.scale = weight, weight_scale(weight, per, dtype)
+        self.weight, self._given = weight, None
+        if given is None:
+            self.scale = weight_scale(weight, per, dtype)
+        else:
+            self._given, self.scale = (part.to(weight.device) for part in given)
         self.nonzeros, self._signal, self._noise = 0, 0.0, 0.0
 
     @property
@@ -337,7 +345,7 @@ class Codes:
         for first in range(0, len(self.weight), _ROWS):
             rows = self.weight[first : first + _ROWS].float()
             scale = self.scale if self.scale.dim() == 1 else self.scale[first : first + _ROWS]
-            codes = quantize(rows, scale)
+            codes = quantize(rows, scale) if self._given is None else self._given[first : first + _ROWS]
             self._signal += float(rows.square().sum(dtype=torch.float64))
             self._noise += float((dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
             self.nonzeros += int(torch.count_nonzero(codes))
@@ -400,10 +408,14 @@ class Int8Layout(Layout):
         return form.elements + scales * form.dtype.itemsize + self.scheme.asymmetric
 
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
-        codes, shape = Codes(weight, self.scheme.weights, form.dtype, name), (form.rows, form.cols)
+        scale_name, *_ = part_names(name)
+        given = (beside[name], beside[scale_name]) if name in beside else None
+        codes, shape = Codes(weight, self.scheme.weights, form.dtype, name, given), (form.rows, form.cols)
         stored = (1, *shape[::-1]) if form.transposed else shape
         nbytes = add(name, stored, codes.all().t().split(_ROWS) if form.transposed else (rows for _, rows in codes))
-        for part, values in (beside | {part_names(name)[0]: codes.scale}).items():
+        for part, values in (beside | {scale_name: codes.scale}).items():
+            if part == name:
+                continue
             nbytes += add(part, tuple(values.shape), [values])
         found = {"shape": list(shape), "dtype": dtype_name(codes.scale.dtype), "nonzeros": codes.nonzeros}
         found |= {"error": round(codes.error, 8)} | ({"transposed": True} if form.transposed else {})

@@ -34,17 +34,19 @@ from tilepress.runtime.loader import paths
 from tilepress.text import Text
 
 TEXT = few_words()
-STATIC = {"activations": "tensor", "text": TEXT}
+STATIC = {"activations": "tensor", "text": TEXT, "smooth": "off"}
 SCHEMES = {
     "token": {},
     "weights-tensor": {"weights": "tensor"},
     "static": STATIC,
-    "asymmetric": {"activations": "tensor-asym", "text": TEXT},
+    "asymmetric": STATIC | {"activations": "tensor-asym"},
     "channel": {"activations": "channel", "text": TEXT},
     "dynamic-tensor": {"activations": "tensor-dynamic"},
     "weight-only": {"activations": "none"},
     "smoothed": STATIC | {"smooth": "auto"},
     "token-smoothed": {"text": TEXT, "smooth": "0.5"},
+    "recommended": {"text": TEXT},
+    "static-recommended": {"activations": "tensor", "text": TEXT},
     "percentile": STATIC | {"observer": Observer("percentile", 99.99)},
 }
 
@@ -72,7 +74,8 @@ def increase(tiny, halves):
     [
         ({}, 0.005),
         ({"activations": "none"}, 0.002),
-        ({"activations": "tensor"}, 0.03),
+        ({"activations": "token"}, 0.005),
+        ({"activations": "tensor", "smooth": "off"}, 0.03),
         ({"activations": "tensor", "smooth": "auto"}, 0.02),
         ({"activations": "channel"}, 0.02),
     ],
@@ -94,21 +97,23 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
     torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-4)
     costs = {}
     for name, settings in {
-        "static": {"activations": "tensor"},
+        "static": {"activations": "tensor", "smooth": "off"},
         "smoothed": {"activations": "tensor", "smooth": "auto"},
         "channel": {"activations": "channel"},
         "token": {"smooth": "auto"},
+        "recommended": {},
     }.items():
         quantize(source, tmp_path / name, text=calibration, **settings)
         costs[name] = increase(tmp_path / name, limit=4)
     assert costs["static"] > 0.2
     assert costs["smoothed"] < 0.02 and costs["channel"] < 0.02 and costs["token"] < 0.01
+    assert costs["recommended"] < 0.005
 
 
 @pytest.mark.parametrize(
     "family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe", "mistral", "qwen3"]
 )
-@pytest.mark.parametrize("scheme", ["token", "asymmetric", "smoothed"])
+@pytest.mark.parametrize("scheme", ["token", "asymmetric", "smoothed", "recommended"])
 def test_every_family_and_its_manifest(checkpoint_of, tmp_path, family, scheme):
     source, settings = checkpoint_of(family), SCHEMES[scheme]
     manifest = quantize(source, tmp_path / "out", **settings)
@@ -143,7 +148,10 @@ def test_stored_tensors_are_the_formats(checkpoint_of, tmp_path, scheme):
     found = int8.scheme_of(config)
     assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
     smoothed = {r["name"] for r in manifest["tensors"] if r.get("smoothed")}
-    assert bool(smoothed) == (scheme in ("smoothed", "channel", "token-smoothed"))
+    assert bool(smoothed) == (scheme in ("smoothed", "channel", "token-smoothed") or "recommended" in scheme)
+    assert {r["name"] for r in manifest["tensors"] if r.get("refitted")} == (
+        {r["name"] for r in manifest["report"]["layers"]} if "recommended" in scheme else set()
+    )
     for name, weight in checkpoint.weights.items():
         if weight.layout != "int8":
             continue
@@ -151,7 +159,7 @@ def test_stored_tensors_are_the_formats(checkpoint_of, tmp_path, scheme):
         assert scale.dtype == torch.bfloat16
         assert scale.shape == ((codes.shape[0], 1) if found.weights == "channel" else (1,))
         original = Checkpoint(source).read(name)
-        if name not in smoothed:
+        if name not in smoothed and "recommended" not in scheme:
             expected = torch.round(original.double() / scale.double())
             assert int((codes.double() - expected).abs().max()) == 0
         stem = name.removesuffix(".weight")
@@ -513,6 +521,8 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         ({"smooth": "1.5"}, "--smooth 1.5"),
         ({"smooth": "nan"}, "--smooth nan"),
         ({"smooth": "yes"}, "--smooth yes"),
+        ({"rounding": "down"}, "--rounding down is unknown"),
+        ({"rounding": "gptq", "activations": "none"}, "as they are pruned"),
         ({"observer": Observer("mse")}, "finds its scales at run time"),
         ({"observer": Observer("mse"), "activations": "none"}, "has none"),
         ({"smooth": "auto", "activations": "none"}, "floating point"),

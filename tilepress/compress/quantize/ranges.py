@@ -1,9 +1,10 @@
-"""Static ranges and smoothing factors for INT8, from real text, one decoder layer in memory at a time.
+"""Static ranges, smoothing factors and GPTQ's codes for INT8, from real text, one decoder layer in memory at a time.
 
 For each layer: which linear layers share an input (they get one scale), with smoothing a first pass over all windows for the channels'
-reach, the factors of each group and their fold, then a pass for the ranges. The outputs of the unfolded layer are the next layer's inputs.
-The float model runs: its activations do not depend on how earlier layers were quantized. Memory is the embeddings, one layer, its
-statistics and the hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
+reach, the factors of each group and their fold, then a pass for the ranges. Learned factors need no second pass: what the first one saw is
+divided by them. The outputs of the unfolded layer are the next layer's inputs. The float model runs: its activations do not depend on how
+earlier layers were quantized. Memory is the embeddings, one layer, its statistics, for GPTQ the second moments of all its inputs, and the
+hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
 """
 
 from collections.abc import Iterator
@@ -14,15 +15,28 @@ from torch import Tensor, nn
 
 from tilepress.compress.layers.groups import Group, apply, watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.moments import Moments
 from tilepress.compress.layers.walk import CALIBRATION, FEW_TOKENS, Found, Layer, Visitor, Walk, check_inside
+from tilepress.compress.quantize.gptq import Rounding
 from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
-from tilepress.compress.quantize.smoothing import ALPHAS, exact_factors, output_error, quantized_weight, smooth_factors
+from tilepress.compress.quantize.smoothing import (
+    ALPHAS,
+    exact_factors,
+    learned_factors,
+    output_error,
+    quantized_weight,
+    smooth_factors,
+    token_weights,
+)
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.models.families import norm_offset
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
+ROUNDINGS = ("nearest", "gptq")
+LEARNING_ROWS = 4096  # of each input, for learned factors
+_GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 
 
 @dataclass(frozen=True)
@@ -31,8 +45,23 @@ class Settings:
 
     scheme: int8.Int8Scheme
     observer: Observer
-    smooth: str  # off | auto | channel (every channel to the same reach) | a number
+    smooth: str  # off | learn | auto | channel (every channel to the same reach) | a number
+    rounding: str  # nearest | gptq
     dtype: torch.dtype | None  # the recipe's
+
+    @property
+    def sampled_rows(self) -> int:
+        return LEARNING_ROWS if self.smooth == "learn" else SAMPLED_ROWS
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether weights are computed from those of the checkpoint, by what single tokens say."""
+        return self.smooth == "learn" or self.rounding == "gptq"
+
+    @property
+    def observes_twice(self) -> bool:
+        """Whether a layer runs once more after its fold."""
+        return self.smooth not in ("off", "learn") or (self.smooth == "learn" and self.scheme.static)
 
 
 class Calibration(Found):
@@ -52,9 +81,11 @@ class Calibration(Found):
         return 0.0 if found is None else float(found)
 
     def beside(self, name: str) -> dict[str, Tensor]:
-        """Return scale and zero point of a weight's input, by the names under which they are stored."""
-        _, scale, zero_point = int8.part_names(name)
-        found = {scale: self.get(f"scale:{name}"), zero_point: self.get(f"zero:{name}")}
+        """Return scale and zero point of a weight's input and, rounded by GPTQ, codes and scale of the weight itself, by the names under
+        which they are stored."""
+        weight_scale, scale, zero_point = int8.part_names(name)
+        kinds = {scale: "scale", zero_point: "zero", name: "codes", weight_scale: "weight_scale"}
+        found = {key: self.get(f"{kind}:{name}") for key, kind in kinds.items()}
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -88,22 +119,26 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
     with layer.model.loaded(layer.path) as module:
         modules = dict(module.named_modules(prefix=layer.path))
         inputs = [_Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
-        if smooth:
-            # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
-            outputs = list(_observe(layer, modules, inputs, counting=False))
-            for item in inputs:
+        # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
+        outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
+        for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
+            outputs[i] = output
+        for item in inputs:
+            if smooth:
                 item.choose_factors(modules)
+        divisors = {item.group.producer: item.factors for item in inputs if item.factors is not None}
+        for item in inputs:
+            item.fold(modules, divisors)
+        if settings.observes_twice:
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
             for _ in _observe(layer, modules, inputs, counting=True):
                 pass
             layer.hidden[:] = outputs
-        else:
-            for i, output in enumerate(_observe(layer, modules, inputs, counting=True)):
-                layer.hidden[i] = output
         for item in inputs:
             item.choose_range(inputs)
+            item.round_weights()
             item.measure(modules)
     warnings = [warning for item in inputs for warning in item.warnings(names)]
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
@@ -111,11 +146,11 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["_Input"], counting: bool) -> Iterator[Tensor]:
-    """Yield the layer's outputs for all windows; what each input looked like goes to its `stats`."""
+    """Yield the layer's outputs for all windows; each input sees what reaches it."""
+    seeing = {item.group.linears[0]: item for item in inputs}
     for item in inputs:
-        item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
-    stats = {item.group.linears[0]: item.stats for item in inputs}
-    with watch_inputs(modules, list(stats), lambda path, x: stats[path].add(x, path, counting)):
+        item.start()
+    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x, counting)):
         yield from layer.outputs()
 
 
@@ -134,6 +169,28 @@ class _Input:
         self.zero_point: Tensor | None = None
         self.errors: list[float] | None = None
         self.borrowed = False
+        self.typical: Tensor | None = None  # squared norm of a token of it
+        self.moments: Moments | None = None
+        self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
+        self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
+
+    def start(self) -> None:
+        """Begin with new statistics."""
+        self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
+        self.typical = self.moments = None
+
+    def see(self, x: Tensor, counting: bool) -> None:
+        """Look at x [..., channels]; `counting` fills the histogram."""
+        self.stats.add(x, self.group.linears[0], counting)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if not len(rows) or not self.settings.weighs_tokens:
+            return
+        if self.typical is None:
+            self.typical = rows.float().square().sum(-1).median().clamp(min=1e-30)
+        if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
+            self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
+            weights = token_weights(rows.float(), self.typical) * self.typical
+            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), self.group.linears[0])
 
     def weights(self, modules: dict) -> list[Tensor]:
         """Return each linear layer's weight, [out, in] float32."""
@@ -151,6 +208,9 @@ class _Input:
             self.left_alone = f"saw fewer than {FEW_TOKENS} tokens"
             return
         weights, smooth = self.weights(modules), self.settings.smooth
+        if smooth == "learn":
+            self._learn_factors(weights, modules)
+            return
         reach = torch.maximum(self.stats.high, -self.stats.low)
         reach = self.group.shared(reach)
         columns = self.group.shared(torch.stack([w.abs().amax(0) for w in weights]).amax(0))
@@ -165,6 +225,41 @@ class _Input:
                 self.left_alone = "no alpha lowers the output error"
                 return
         self.alpha, self.factors = best, candidates[best]
+
+    def _learn_factors(self, weights: list[Tensor], modules: dict) -> None:
+        """Take learned factors if they lower the error of the outputs, token by token."""
+        rows, share = self.stats.rows, _GPTQ_SHARE if self.settings.rounding == "gptq" else 1.0
+        learned = learned_factors(rows, torch.cat(weights), self.group, self.typical, self.scheme, share)
+        learned, exact = self._exact(learned, modules), [rows @ weight.t() for weight in weights]
+        if self._error(learned, weights, exact) < self._error(torch.ones_like(learned), weights, exact):
+            self.factors = learned
+        else:
+            self.left_alone = "no factors lower the output error"
+
+    def fold(self, modules: dict, divisors: dict[str, Tensor]) -> None:
+        """Compute the weights as they will be stored, and what was seen as it will be seen: divided by the factors.
+
+        `divisors` are the factors that are folded into the outputs of linear layers."""
+        if not self.settings.weighs_tokens:
+            return
+        columns = 1.0 if self.factors is None else self.group.spread(self.factors)
+        self.folded = [weight * columns for weight in self.weights(modules)]
+        for path, weight in zip(self.group.linears, self.folded, strict=True):
+            if path in divisors:
+                weight.div_(divisors[path][:, None])
+        if self.factors is not None:
+            self.stats.divide(columns)
+            if self.moments is not None:
+                self.moments.divide(columns)
+
+    def round_weights(self) -> None:
+        """Round the weights by GPTQ, where that is asked for and the input was seen."""
+        if self.moments is None or self.stats.tokens < FEW_TOKENS:
+            return
+        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0])
+        scales = [int8.weight_scale(weight, self.scheme.weights, self.dtype) for weight in self.folded]
+        self.codes = [(rounding.codes(w, scale), scale) for w, scale in zip(self.folded, scales, strict=True)]
+        self.moments = None
 
     def _exact(self, factors: Tensor, modules: dict) -> Tensor:
         producer = modules[self.group.producer]
@@ -184,10 +279,11 @@ class _Input:
             chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
             scale, zero_point = self._static(chosen)
         rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
+        token = token_weights(self.stats.rows, self.typical)[:, None] if self.settings.weighs_tokens else 1.0
         total = 0.0
         for weight, expected in zip(weights, exact, strict=True):
             back = quantized_weight(weight * columns, self.scheme, self.dtype)
-            total += float((rows @ back.t() - expected).square().sum())
+            total += float(((rows @ back.t() - expected).square() * token).sum())
         return total
 
     def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
@@ -223,9 +319,12 @@ class _Input:
         """Measure the relative output error of each linear layer on the sampled rows."""
         if not self.stats.tokens:
             return
-        weights = self.weights(modules)
+        weights = self.weights(modules) if self.folded is None else self.folded
         rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        if self.codes is None:
+            quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        else:
+            quantized = [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
         self.errors = output_error(self.stats.rows, weights, rows, quantized)
 
     def record(self, names: dict[str, str]) -> dict:
@@ -256,7 +355,9 @@ class _Input:
     def tensors(self, model: LayerByLayer, names: dict[str, str]) -> dict[str, Tensor]:
         """Return tensors for the work folder, by the names that `Calibration` looks up."""
         found = {}
-        for name in (names[path] for path in self.group.linears):
+        for i, name in enumerate(names[path] for path in self.group.linears):
+            if self.codes is not None:
+                found[f"codes:{name}"], found[f"weight_scale:{name}"] = (part.cpu() for part in self.codes[i])
             if self.scale is not None:
                 found[f"scale:{name}"] = self.scale.cpu().clone()
             if self.zero_point is not None:
