@@ -53,6 +53,15 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    dynamic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Of all layers the share, at most, whose inputs get a scale per token because one static range serves them worst.  "
+            "[default: 10% where --smooth is not given]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,

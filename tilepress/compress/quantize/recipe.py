@@ -8,14 +8,15 @@ docs/format.md).
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.layers.walk import Found, wait_for_walk
+from tilepress.compress.quantize.inputs import LEARNING_ROWS, ROUNDINGS, SAMPLED_ROWS, Settings
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
-from tilepress.compress.quantize.ranges import LEARNING_ROWS, ROUNDINGS, SAMPLED_ROWS, Calibration, Settings, calibrate
+from tilepress.compress.quantize.ranges import Calibration, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
@@ -28,6 +29,7 @@ from tilepress.models.families import ONE_PRODUCT, folded_norm
 from tilepress.text import Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
+EXCEPTIONS = 0.1  # of all linear layers at most have inputs per token in a static scheme, unless told otherwise
 CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
 
 
@@ -45,6 +47,9 @@ class Quantize(Recipe):
     dtype: torch.dtype | None = None  # cast floating tensors to it first
     ignore: tuple[str, ...] = ("lm_head",)  # layers left in floating point: names, globs or re:REGEX
     rounding: str | None = None  # nearest | gptq; None: gptq where there is text and `smooth` is left to us
+    dynamic: float | None = (
+        None  # of static inputs' layers the share, at most, that gets a scale per token; None: as `smooth`
+    )
 
     command = "compress quantize"
 
@@ -59,6 +64,13 @@ class Quantize(Recipe):
             raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, learn, auto, or a number from 0 to 1")
         if self.rounding not in (None, *ROUNDINGS):
             raise UsageError(f"--rounding {self.rounding} is unknown", f"choose one of {', '.join(ROUNDINGS)}")
+        if self.dynamic is not None and not self.static:
+            raise UsageError(
+                f"--dynamic excepts layers from static ranges, --activations {self.activations} has none",
+                "leave --dynamic out, or choose --activations tensor, tensor-asym or channel",
+            )
+        if self.dynamic is not None and not 0 <= self.dynamic < 1:
+            raise UsageError(f"--dynamic {self.dynamic:g} is no share of the layers", "use 0.1, or 10%")
         if self.rounding == "gptq" and self.activations == "none":
             raise UsageError(
                 "--rounding gptq, but --activations none stores weights as they are pruned", "leave --rounding out"
@@ -96,14 +108,16 @@ class Quantize(Recipe):
     def passes(self, text: Text | None) -> int:
         return 1 if text is None else 2
 
-    def chosen(self, text: Text | None) -> tuple[str, str]:
-        """Return smoothing and rounding, with what is left to us chosen by the inputs' scales and whether there is text."""
-        smooth, rounding = self.smooth, self.rounding
+    def chosen(self, text: Text | None) -> tuple[str, str, float]:
+        """Return smoothing, rounding and the share of exceptions; what is left to us is chosen by the inputs' scales and whether there is
+        text."""
+        smooth, rounding, dynamic = self.smooth, self.rounding, self.dynamic
         if smooth is None:
             recommended = text is not None and self.activations not in ("none", "channel")
             smooth = ("auto" if self.static else "learn") if recommended else "off"
             rounding = rounding or ("gptq" if recommended else "nearest")
-        return smooth, rounding or "nearest"
+            dynamic = EXCEPTIONS if recommended and self.static and dynamic is None else dynamic
+        return smooth, rounding or "nearest", dynamic or 0.0
 
     @property
     def scheme(self) -> Int8Scheme:
@@ -119,13 +133,14 @@ class Quantize(Recipe):
         if self.static:
             observer = self._observer.name
             observer += f" {self._observer.percentile:g}" if observer == "percentile" else ""
-        smooth, rounding = self.chosen(text)
+        smooth, rounding, dynamic = self.chosen(text)
         return {
             "weights": self.weights,
             "activations": self.activations,
             "observer": observer,
             "smooth": smooth,
             **({"rounding": rounding} if rounding != "nearest" else {}),
+            **({"dynamic": dynamic} if dynamic else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else asdict(text))
@@ -180,9 +195,9 @@ class Quantize(Recipe):
             return {"calibration": None}
         if rank and not wait_for_walk(plan.work, progress):
             return None
-        smooth, rounding = self.chosen(plan.text)
+        smooth, rounding, dynamic = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
-        settings = Settings(self.scheme, self._observer, smooth, rounding, self.dtype)
+        settings = Settings(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype)
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -201,6 +216,8 @@ class Quantize(Recipe):
         made.beside = found.beside(target.name)
         if target.name in made.beside:
             made.record = made.record | {"refitted": True}
+        if target.name in found.dynamic:
+            made.record = made.record | {"inputs": "token"}
         return made
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
@@ -215,7 +232,7 @@ class Quantize(Recipe):
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Writing takes a weight as stored, its codes, and in float32 if it is folded; for calibrating see the terms."""
         checkpoint, text = inputs.checkpoint, inputs.text
-        smooth, rounding = self.chosen(text)
+        smooth, rounding, _ = self.chosen(text)
         wide = 4 if smooth != "off" or self.activations == "channel" else 0
         writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
         if text is None:
@@ -257,7 +274,9 @@ class Quantize(Recipe):
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
-        config = self.scheme.quantization_config(ignore)
+        paths = {item["name"].removesuffix(".weight"): item for item in tensors if item["layout"] == "int8"}
+        dynamic = frozenset(path for path, item in paths.items() if item.get("inputs") == "token")
+        config = replace(self.scheme, dynamic=dynamic).quantization_config(ignore, paths)
         if any(item.get("transposed") or layout_named(item["layout"]).sparse for item in tensors):
             return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
                 key: config[key] for key in ("config_groups", "ignore")
