@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tilepress.formats import TilepressError, int8
-from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of, vllm_findings
+from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of
+from tilepress.formats.int8_rules import vllm_findings
 from tilepress.models.families import ONE_PRODUCT
 
 
@@ -186,6 +187,37 @@ def test_every_version_of_compressed_tensors_parses_the_config(parsed, version):
     assert parsed[version] == expected
 
 
+MIXED = Int8Scheme("channel", "tensor", frozenset({"model.mlp.down_proj"}))
+PATHS = ["model.mlp.up_proj", "model.mlp.down_proj"]
+
+
+def test_exceptions_are_told_by_name():
+    config = json.loads(json.dumps(MIXED.quantization_config(["lm_head"], PATHS)))
+    assert scheme_of(config) == MIXED
+    assert MIXED.of("model.mlp.down_proj.weight") == Int8Scheme() and MIXED.of("model.mlp.up_proj.weight") == STATIC
+    groups = config["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [PATHS[:1], PATHS[1:]]
+    swapped = config | {"config_groups": dict(zip("ab", reversed(groups.values()), strict=True))}
+    assert scheme_of(swapped) == MIXED
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda groups: groups["group_1"].update(targets=["re:.*down_proj"]), "patterns"),
+        (lambda groups: groups["group_1"].update(targets=["Linear"]), "names of layers"),
+        (lambda groups: groups["group_1"]["weights"].update(strategy="tensor"), "one of static inputs"),
+        (lambda groups: groups["group_0"].update(groups["group_1"]), "one of static inputs"),
+        (lambda groups: groups.update(group_2=groups["group_1"]), "one of static inputs"),
+    ],
+)
+def test_other_groups_are_refused(change, message):
+    config = json.loads(json.dumps(MIXED.quantization_config([], PATHS)))
+    change(config["config_groups"])
+    with pytest.raises(TilepressError, match=message):
+        scheme_of(config)
+
+
 DYNAMIC = Int8Scheme()
 
 
@@ -217,6 +249,22 @@ def artifact(scheme=DYNAMIC, drop=(), **changes):
 @pytest.mark.parametrize("activations", ["token", "tensor", "tensor-asym"])
 def test_vllm_takes_what_is_written(weights, activations):
     assert vllm_findings(*artifact(Int8Scheme(weights, activations))) == ([], [])
+
+
+def test_vllm_takes_exceptions_of_whole_products_alone():
+    config, tensors, *rest = artifact(
+        Int8Scheme("channel", "tensor"), drop=("up_proj.input_scale", "gate_proj.input_scale")
+    )
+    paths = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and "lm_head" not in name]
+    inner = [path for path in paths if ".mlp." in path]
+    for dynamic, of, message in (
+        (inner, paths, None),
+        (inner[:1], paths, "only some"),
+        (inner, paths[1:], "in no group"),
+    ):
+        scheme = Int8Scheme("channel", "tensor", frozenset(dynamic))
+        findings, _ = vllm_findings(scheme.quantization_config(["lm_head"], of), tensors, *rest)
+        assert (findings == []) if message is None else any(message in finding for finding in findings), findings
 
 
 @pytest.mark.parametrize("activations", ["none", "tensor-dynamic"])

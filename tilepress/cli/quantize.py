@@ -37,12 +37,31 @@ def quantize(
         typer.Option(help="With --observer percentile: 99.9 to 99.9999.  [default: 99.999]", show_default=False),
     ] = None,
     smooth: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="off|ALPHA|auto",
-            help="SmoothQuant: move outliers of the inputs into the weights; 0 to 1, or the best for each. Needs text.",
+            metavar="off|learn|auto|ALPHA",
+            help="Move outliers of the inputs into the weights: by factors with the least noise, or SmoothQuant's with the best alpha of "
+            "each input or one from 0 to 1.  [default with text: learn; auto for static inputs]",
+            show_default=False,
         ),
-    ] = "off",
+    ] = None,
+    rounding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nearest|gptq",
+            help="How weights are rounded; gptq needs text.  [default: gptq where --dataset is given and --smooth is not]",
+            show_default=False,
+        ),
+    ] = None,
+    dynamic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Of all layers the share, at most, whose inputs get a scale per token because one static range serves them worst.  "
+            "[default: 10% where --smooth is not given]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,
@@ -75,7 +94,10 @@ def quantize(
         chosen = tilepress.Observer(observer) if percentile is None else tilepress.Observer(observer, percentile)
     if percentile is not None and observer != "percentile":
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
-    recipe, text = (tilepress.Quantize(weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored), None)
+    recipe, text = (
+        tilepress.Quantize(weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding),
+        None,
+    )
     if recipe.needs_text or dataset is not None:
         text = reading(dataset, nsamples, seqlen, seed, bos)
     elif nsamples is not None or seqlen is not None or bos != "auto":

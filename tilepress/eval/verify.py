@@ -9,7 +9,7 @@ import torch
 
 from tilepress.compress.run.targets import linear_layers
 from tilepress.eval import other_tools
-from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
+from tilepress.formats import TilepressError, UsageError, int8, int8_rules, kv_calibration
 from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -242,7 +242,7 @@ def _vllm(checkpoint: Checkpoint) -> Check:
         linears, unknown = linear_layers(checkpoint), ()
     except UsageError as error:
         linears, unknown = {}, (f"float layers were not compared with `ignore`: {error.message}",)
-    findings, notes = int8.vllm_findings(config, tensors, linears, checkpoint.read, ONE_PRODUCT)
+    findings, notes = int8_rules.vllm_findings(config, tensors, linears, checkpoint.read, ONE_PRODUCT)
     notes = (*notes, *unknown)
     return Check("vLLM's rules", len(tensors), tuple(findings), tuple(notes))
 

@@ -6,9 +6,8 @@ symmetric per token or per tensor, found at run time, or static per tensor (`…
 `….input_zero_point`). Specification: the compressed-tensors package; vLLM's rules: its compressed_tensors quantization config.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,24 +24,27 @@ FORMAT = "int-quantized"
 QMIN, QMAX = -128, 127
 _ROWS = 1024  # of a weight quantized together
 _VERIFY = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
-_ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
-    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
-    *("dynamic", "actorder", "observer", "observer_kwargs"),
-}
 
 
 @dataclass(frozen=True)
 class Int8Scheme:
     """The scheme by which weights and activations are quantized.
 
-    `tensor` and `tensor-asym` are static, the other activations found at run time.
+    `tensor` and `tensor-asym` are static, the other activations found at run time. Of a static scheme some layers may be
+    exceptions, whose inputs are quantized per token: `dynamic` has their paths.
     """
 
     weights: str = "channel"  # channel | tensor
     activations: str = "token"  # token | tensor | tensor-asym | tensor-dynamic | none (weight-only)
+    dynamic: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self):
         assert self.weights in WEIGHTS and self.activations in ACTIVATIONS, self
+        assert self.static or not self.dynamic, self
+
+    def of(self, name: str) -> "Int8Scheme":
+        """The scheme of one weight, by its stored name."""
+        return Int8Scheme(self.weights, "token" if name.removesuffix(".weight") in self.dynamic else self.activations)
 
     @property
     def static(self) -> bool:
@@ -52,8 +54,11 @@ class Int8Scheme:
     def asymmetric(self) -> bool:
         return self.activations == "tensor-asym"
 
-    def config_groups(self) -> dict:
-        """The `config_groups` of a `quantization_config`, with no key beyond those that every reader knows."""
+    def config_groups(self, paths: Iterable[str] = ()) -> dict:
+        """The `config_groups` of a `quantization_config`, with no key beyond those that every reader knows.
+
+        With exceptions both groups name their layers, of which `paths` are all: readers disagree on what a name wins against.
+        """
 
         def arguments(strategy: str, symmetric: bool = True, dynamic: bool = False) -> dict:
             return {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
@@ -64,50 +69,69 @@ class Int8Scheme:
             group["input_activations"] = arguments(strategy, not self.asymmetric, not self.static)
         else:
             group["format"] = FORMAT  # newer readers take weight-only layers for pack-quantized ones otherwise
-        return {"group_0": group}
+        if not self.dynamic:
+            return {"group_0": group}
+        per_token = Int8Scheme(self.weights).config_groups()["group_0"]
+        group["targets"], per_token["targets"] = sorted({*paths} - self.dynamic), sorted(self.dynamic)
+        return {"group_0": group, "group_1": per_token}
 
-    def quantization_config(self, ignore: list[str]) -> dict:
-        """`config.json`'s `quantization_config`; `ignore` names every linear layer that stays float."""
+    def quantization_config(self, ignore: list[str], paths: Iterable[str] = ()) -> dict:
+        """`config.json`'s `quantization_config`; `ignore` names every linear layer that stays float, `paths` all others."""
         return {
             "quant_method": METHOD,
             "format": FORMAT,
             "quantization_status": "compressed",
-            "config_groups": self.config_groups(),
+            "config_groups": self.config_groups(paths),
             "ignore": ignore,
         }
 
 
 def scheme_of(config: dict) -> Int8Scheme:
     """The scheme that a `quantization_config` describes. Raises TilepressError for anything but INT8 linears as this module writes them."""
-
-    def refuse(why: str) -> TilepressError:
-        return TilepressError(
-            f"quantization_config: {why}", "this reader takes compressed-tensors int-quantized INT8 linears"
-        )
-
     groups = config.get("config_groups")
     if config.get("quant_method") == METHOD:
         if config.get("format") != FORMAT:
-            raise refuse(f"format is {config.get('format')!r}")
+            raise _refusal(f"format is {config.get('format')!r}")
         if config.get("quantization_status") != "compressed":
-            raise refuse(f"quantization_status is {config.get('quantization_status')!r}, not 'compressed'")
+            raise _refusal(f"quantization_status is {config.get('quantization_status')!r}, not 'compressed'")
         if config.get("kv_cache_scheme"):
-            raise refuse("a kv_cache_scheme")
-    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(next(iter(groups.values())), dict):
-        raise refuse("config_groups is not one group")
-    group = next(iter(groups.values()))
-    if group.get("targets") != ["Linear"]:
-        raise refuse(f"targets are {group.get('targets')!r}, not ['Linear']")
+            raise _refusal("a kv_cache_scheme")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise _refusal("config_groups is not one group, or one and another of exceptions")
+    found = [(_scheme_of_group(group), group.get("targets")) for group in groups.values()]
+    if len(found) == 1:
+        if found[0][1] != ["Linear"]:
+            raise _refusal(f"targets are {found[0][1]!r}, not ['Linear']")
+        return found[0][0]
+    found.sort(key=lambda pair: pair[0].activations == "token")
+    scheme, exceptions = (pair[0] for pair in found[:2])
+    if len(found) > 2 or not scheme.static or exceptions != Int8Scheme(scheme.weights):
+        raise _refusal("config_groups are not one of static inputs and one of inputs per token")
+    for _, targets in found:
+        if not isinstance(targets, list) or not all(isinstance(name, str) and "." in name for name in targets):
+            raise _refusal("targets of two groups are not names of layers")
+        if any(name.startswith("re:") for name in targets):
+            raise _refusal("targets of two groups are patterns, not names of layers")
+    return Int8Scheme(scheme.weights, scheme.activations, frozenset(found[1][1]))
+
+
+def _refusal(why: str) -> TilepressError:
+    return TilepressError(
+        f"quantization_config: {why}", "this reader takes compressed-tensors int-quantized INT8 linears"
+    )
+
+
+def _scheme_of_group(group: dict) -> Int8Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
     for name, arguments in (("weights", weights), ("input_activations", inputs)):
         if name == "input_activations" and arguments is None:
             continue
         if not isinstance(arguments, dict) or (arguments.get("num_bits"), arguments.get("type")) != (8, "int"):
-            raise refuse(f"{name} are not 8-bit integers")
+            raise _refusal(f"{name} are not 8-bit integers")
     if group.get("output_activations"):
-        raise refuse("quantized output activations")
+        raise _refusal("quantized output activations")
     if not weights.get("symmetric", True) or weights.get("dynamic") or str(weights.get("strategy")) not in WEIGHTS:
-        raise refuse("weights are not static, symmetric, per channel or per tensor")
+        raise _refusal("weights are not static, symmetric, per channel or per tensor")
     if inputs is None:
         return Int8Scheme(weights["strategy"], "none")
     kind = (str(inputs.get("strategy")), bool(inputs.get("dynamic", False)), bool(inputs.get("symmetric", True)))
@@ -118,7 +142,7 @@ def scheme_of(config: dict) -> Int8Scheme:
         ("tensor", True, True): "tensor-dynamic",
     }
     if kind not in known:
-        raise refuse(f"input_activations are (strategy, dynamic, symmetric) = {kind}")
+        raise _refusal(f"input_activations are (strategy, dynamic, symmetric) = {kind}")
     return Int8Scheme(weights["strategy"], known[kind])
 
 
@@ -219,113 +243,22 @@ def fake_quantize_input(x: Tensor, scheme: Int8Scheme, scale: Tensor | None, zer
     return dequantize(quantize(x, scale, zero_point), scale.float(), zero_point)
 
 
-def vllm_findings(
-    config: dict,
-    tensors: dict[str, tuple[str, tuple[int, ...]]],
-    linears: dict[str, str],
-    value: Callable[[str], Tensor],
-    one_product: tuple[tuple[str, ...], ...],
-) -> tuple[list[str], list[str]]:
-    """List what vLLM would refuse or misread in a W8A8 artifact, and what it has no kernel for: (findings, notes).
-
-    `config` is the `quantization_config`, `tensors` each stored name's (safetensors dtype, shape), `linears` the layer's path of each stored
-    weight of a linear layer or router, `value(name)` reads a small tensor, `one_product` are the last names of layers that vLLM runs as one
-    GEMM. Rules as of vLLM 0.33 (CompressedTensorsConfig and CompressedTensorsW8A8Int8).
-    """
-    try:
-        scheme = scheme_of(config)
-    except TilepressError as error:
-        return [error.message], []
-    findings, notes = [], []
-    group = next(iter(config["config_groups"].values()))
-    for part in ("weights", "input_activations"):
-        extra = {key for key, value in (group.get(part) or {}).items() if value is not None} - _ARGUMENTS
-        if extra:
-            findings.append(f"{part} has keys that older readers refuse: {', '.join(sorted(extra))}")
-    if (config.get("sparsity_config") or {}).get("targets"):
-        findings.append("a sparsity_config with targets")
-    if scheme.activations in ("none", "tensor-dynamic"):
-        what = "weight-only INT8 in int-quantized form" if scheme.activations == "none" else "dynamic per-tensor input"
-        notes.append(f"vLLM has no kernel for {what}; tilepress and transformers run it")
-    quantized = {
-        name.removesuffix(".weight")
-        for name, (dtype, _) in tensors.items()
-        if name.endswith(".weight") and dtype == "I8"
-    }
-    if any(".experts." in name for name in linears):
-        notes.append("transformers 5 with compressed-tensors 0.20 does not load a mixture of experts; tilepress does")
-        if scheme.activations != "token" and any(".experts." in path for path in quantized):
-            notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
-    for path in sorted(quantized):
-        findings += _part_findings(path, scheme, tensors)
-
-    patterns = config.get("ignore") or []
-    try:
-        expressions = [re.compile(p[3:]) if p.startswith("re:") else re.compile(f"{re.escape(p)}$") for p in patterns]
-    except (TypeError, AttributeError, re.error) as error:
-        return [*findings, f"`ignore` is no list of names and patterns: {error}"], notes
-
-    def ignored(path: str) -> bool:
-        return any(expression.match(path) for expression in expressions)
-
-    float_layers = {path for name, path in linears.items() if name.removesuffix(".weight") not in quantized}
-    if "lm_head" not in quantized:
-        float_layers.add("lm_head")  # also where it is tied, and not stored
-    findings += [
-        f"{path} is float but not in `ignore`: loaders would wait for its scale, or compute with none"
-        for path in sorted(float_layers)
-        if not ignored(path)
-    ]
-    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
-    for path in sorted({p.rpartition(".")[0] for p in quantized}):
-        for names in one_product:
-            there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
-            some = [name for name in there if name in quantized]
-            if some and len(some) < len(there):
-                findings.append(f"{', '.join(there)} are one GEMM, but only {', '.join(some)} quantized")
-            elif len(some) > 1 and scheme.static and not _same_input(some, value, tensors):
-                findings.append(f"{', '.join(some)} are one GEMM, but their input scales differ")
-    return findings, notes
-
-
-def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
-    shape = tensors[f"{path}.weight"][1]
-    if len(shape) != 2:
-        return [f"{path}.weight is {list(shape)}, not a matrix"]
-    scale, input_scale, zero_point = part_names(f"{path}.weight")
-    wanted = {scale: [(shape[0], 1)] if scheme.weights == "channel" else [(1,)]}
-    if scheme.static:
-        wanted[input_scale] = [(1,), ()]
-    if scheme.asymmetric:
-        wanted[zero_point] = [(1,), ()]
-    found = []
-    for name in (scale, input_scale, zero_point):
-        if (name in tensors) != (name in wanted):
-            found.append(f"{name} is {'there' if name in tensors else 'missing'}, against the scheme")
-        elif name in wanted and tensors[name][1] not in wanted[name]:
-            found.append(f"{name} is {list(tensors[name][1])}, not {list(wanted[name][0])}")
-        elif name in wanted and tensors[name][0] not in (("I8",) if name == zero_point else ("BF16", "F16", "F32")):
-            found.append(f"{name} is {tensors[name][0]}")
-    return found
-
-
-def _same_input(paths: list[str], value, tensors: dict) -> bool:
-    kinds = [{part_names(f"{p}.weight")[i] for p in paths} for i in (1, 2)]
-    for names in kinds:
-        there = [name for name in names if name in tensors]
-        if there and len({float(value(name).float().reshape(-1)[0]) for name in there}) > 1:
-            return False
-    return True
-
-
 class Codes:
     """A weight's int8 codes, some rows after the other as (first row, codes), and what is known of them after the last."""
 
-    def __init__(self, weight: Tensor, per: str, dtype: torch.dtype, name: str):
-        """The scale is `weight_scale`'s. Raises TilepressError for values that are not finite: a scale would mean nothing."""
+    def __init__(
+        self, weight: Tensor, per: str, dtype: torch.dtype, name: str, given: tuple[Tensor, Tensor] | None = None
+    ):
+        """`given` are codes that somebody else rounded, and their scale; else the scale is `weight_scale`'s and codes are the nearest.
+
+        Raises TilepressError for values that are not finite: a scale would mean nothing."""
         for _ in converted(weight, weight.dtype, name):
             pass
-        self.weight, self.scale = weight, weight_scale(weight, per, dtype)
+        self.weight, self._given = weight, None
+        if given is None:
+            self.scale = weight_scale(weight, per, dtype)
+        else:
+            self._given, self.scale = (part.to(weight.device) for part in given)
         self.nonzeros, self._signal, self._noise = 0, 0.0, 0.0
 
     @property
@@ -337,7 +270,7 @@ class Codes:
         for first in range(0, len(self.weight), _ROWS):
             rows = self.weight[first : first + _ROWS].float()
             scale = self.scale if self.scale.dim() == 1 else self.scale[first : first + _ROWS]
-            codes = quantize(rows, scale)
+            codes = quantize(rows, scale) if self._given is None else self._given[first : first + _ROWS]
             self._signal += float(rows.square().sum(dtype=torch.float64))
             self._noise += float((dequantize(codes, scale.float()) - rows).square().sum(dtype=torch.float64))
             self.nonzeros += int(torch.count_nonzero(codes))
@@ -400,10 +333,14 @@ class Int8Layout(Layout):
         return form.elements + scales * form.dtype.itemsize + self.scheme.asymmetric
 
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
-        codes, shape = Codes(weight, self.scheme.weights, form.dtype, name), (form.rows, form.cols)
+        scale_name, *_ = part_names(name)
+        given = (beside[name], beside[scale_name]) if name in beside else None
+        codes, shape = Codes(weight, self.scheme.weights, form.dtype, name, given), (form.rows, form.cols)
         stored = (1, *shape[::-1]) if form.transposed else shape
         nbytes = add(name, stored, codes.all().t().split(_ROWS) if form.transposed else (rows for _, rows in codes))
-        for part, values in (beside | {part_names(name)[0]: codes.scale}).items():
+        for part, values in (beside | {scale_name: codes.scale}).items():
+            if part == name:
+                continue
             nbytes += add(part, tuple(values.shape), [values])
         found = {"shape": list(shape), "dtype": dtype_name(codes.scale.dtype), "nonzeros": codes.nonzeros}
         found |= {"error": round(codes.error, 8)} | ({"transposed": True} if form.transposed else {})

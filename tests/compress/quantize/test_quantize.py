@@ -18,7 +18,7 @@ import tilepress
 from tilepress import Quantize, demo
 from tilepress.compress.layers import walk
 from tilepress.compress.layers.walk import wait_for_walk
-from tilepress.compress.quantize import ranges as calibrating
+from tilepress.compress.quantize import inputs, ranges as calibrating
 from tilepress.compress.quantize.observers import Observer
 from tilepress.compress.quantize.recipe import CHOICES
 from tilepress.compress.run import shards
@@ -34,17 +34,19 @@ from tilepress.runtime.loader import paths
 from tilepress.text import Text
 
 TEXT = few_words()
-STATIC = {"activations": "tensor", "text": TEXT}
+STATIC = {"activations": "tensor", "text": TEXT, "smooth": "off"}
 SCHEMES = {
     "token": {},
     "weights-tensor": {"weights": "tensor"},
     "static": STATIC,
-    "asymmetric": {"activations": "tensor-asym", "text": TEXT},
+    "asymmetric": STATIC | {"activations": "tensor-asym"},
     "channel": {"activations": "channel", "text": TEXT},
     "dynamic-tensor": {"activations": "tensor-dynamic"},
     "weight-only": {"activations": "none"},
     "smoothed": STATIC | {"smooth": "auto"},
     "token-smoothed": {"text": TEXT, "smooth": "0.5"},
+    "recommended": {"text": TEXT},
+    "static-recommended": {"activations": "tensor", "text": TEXT},
     "percentile": STATIC | {"observer": Observer("percentile", 99.99)},
 }
 
@@ -72,7 +74,8 @@ def increase(tiny, halves):
     [
         ({}, 0.005),
         ({"activations": "none"}, 0.002),
-        ({"activations": "tensor"}, 0.03),
+        ({"activations": "token"}, 0.005),
+        ({"activations": "tensor", "smooth": "off"}, 0.03),
         ({"activations": "tensor", "smooth": "auto"}, 0.02),
         ({"activations": "channel"}, 0.02),
     ],
@@ -94,21 +97,23 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
     torch.testing.assert_close(plain, moved, rtol=1e-4, atol=1e-4)
     costs = {}
     for name, settings in {
-        "static": {"activations": "tensor"},
+        "static": {"activations": "tensor", "smooth": "off"},
         "smoothed": {"activations": "tensor", "smooth": "auto"},
         "channel": {"activations": "channel"},
         "token": {"smooth": "auto"},
+        "recommended": {},
     }.items():
         quantize(source, tmp_path / name, text=calibration, **settings)
         costs[name] = increase(tmp_path / name, limit=4)
     assert costs["static"] > 0.2
     assert costs["smoothed"] < 0.02 and costs["channel"] < 0.02 and costs["token"] < 0.01
+    assert costs["recommended"] < 0.005
 
 
 @pytest.mark.parametrize(
     "family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe", "mistral", "qwen3"]
 )
-@pytest.mark.parametrize("scheme", ["token", "asymmetric", "smoothed"])
+@pytest.mark.parametrize("scheme", ["token", "asymmetric", "smoothed", "recommended"])
 def test_every_family_and_its_manifest(checkpoint_of, tmp_path, family, scheme):
     source, settings = checkpoint_of(family), SCHEMES[scheme]
     manifest = quantize(source, tmp_path / "out", **settings)
@@ -142,8 +147,12 @@ def test_stored_tensors_are_the_formats(checkpoint_of, tmp_path, scheme):
     checkpoint, config = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path / "out").config["quantization_config"]
     found = int8.scheme_of(config)
     assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
+    assert len(found.dynamic) == (scheme == "static-recommended")  # of 14 layers a tenth
     smoothed = {r["name"] for r in manifest["tensors"] if r.get("smoothed")}
-    assert bool(smoothed) == (scheme in ("smoothed", "channel", "token-smoothed"))
+    assert bool(smoothed) == (scheme in ("smoothed", "channel", "token-smoothed") or "recommended" in scheme)
+    assert {r["name"] for r in manifest["tensors"] if r.get("refitted")} == (
+        {r["name"] for r in manifest["report"]["layers"]} if "recommended" in scheme else set()
+    )
     for name, weight in checkpoint.weights.items():
         if weight.layout != "int8":
             continue
@@ -151,11 +160,11 @@ def test_stored_tensors_are_the_formats(checkpoint_of, tmp_path, scheme):
         assert scale.dtype == torch.bfloat16
         assert scale.shape == ((codes.shape[0], 1) if found.weights == "channel" else (1,))
         original = Checkpoint(source).read(name)
-        if name not in smoothed:
+        if name not in smoothed and "recommended" not in scheme:
             expected = torch.round(original.double() / scale.double())
             assert int((codes.double() - expected).abs().max()) == 0
         stem = name.removesuffix(".weight")
-        assert (f"{stem}.input_scale" in checkpoint.tensors) == found.static
+        assert (f"{stem}.input_scale" in checkpoint.tensors) == found.of(name).static
         assert (f"{stem}.input_zero_point" in checkpoint.tensors) == found.asymmetric
     if found.static:
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -428,9 +437,7 @@ def test_auto_takes_the_best_alpha(checkpoint_of, tmp_path):
 
 def test_auto_leaves_alone_what_smoothing_does_not_help(checkpoint_of, tmp_path, monkeypatch):
     wild = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(
-        calibrating, "smooth_factors", lambda x, w, alpha: torch.exp(6 * torch.rand(len(x), generator=wild))
-    )
+    monkeypatch.setattr(inputs, "smooth_factors", lambda x, w, alpha: torch.exp(6 * torch.rand(len(x), generator=wild)))
     manifest = quantize(checkpoint_of("llama"), tmp_path / "out", **STATIC | {"smooth": "auto"})
     for item in manifest["calibration"]["inputs"]:
         assert item["left_alone"] == "no alpha lowers the output error"
@@ -498,8 +505,35 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         patch.setattr(walk, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
         quantize(source, tmp_path / "unused", **STATIC)
     with monkeypatch.context() as patch, pytest.raises(TilepressError, match=r"saw no token of the calibration text"):
-        patch.setattr(calibrating.InputStats, "add", lambda self, x, name, counting=True: None)
+        patch.setattr(inputs.InputStats, "add", lambda self, x, name, counting=True: None)
         quantize(source, tmp_path / "unseen", **STATIC)
+
+
+def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
+    """One channel of one layer's inputs is huge, as a sink's is: no static range serves it and the others."""
+    source = checkpoint_of("llama", torch.float32, shard_size="10MB")
+    (shard,) = source.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.layers.1.mlp.up_proj.weight"][7] *= 3000
+    tensors["model.layers.1.mlp.down_proj.weight"][:, 7] /= 3000
+    folder = shutil.copytree(source, tmp_path / "source", copy_function=shutil.copyfile)
+    save_file(tensors, folder / shard.name, {"format": "pt"})
+    # Smoothing would move the channel back, so it is off.
+    manifest = quantize(folder, tmp_path / "out", **STATIC | {"dynamic": 0.1})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert int8.scheme_of(config).dynamic == {"model.layers.1.mlp.down_proj"}
+    assert [item["weights"] for item in manifest["calibration"]["inputs"] if item.get("per_token")] == [
+        ["model.layers.1.mlp.down_proj.weight"]
+    ]
+    assert manifest["settings"]["dynamic"] == 0.1 and all(c.passed for c in verify(tmp_path / "out", folder).checks)
+    ids, found = torch.arange(40)[None], {}
+    quantize(folder, tmp_path / "static", **STATIC)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        for name in ("out", "static"):
+            logits = tilepress.load(tmp_path / name, dtype=torch.float32)(ids).logits
+            found[name] = float((logits - exact).norm() / exact.norm())
+    assert found["out"] < 0.9 * found["static"]
 
 
 # Bad input
@@ -513,6 +547,10 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         ({"smooth": "1.5"}, "--smooth 1.5"),
         ({"smooth": "nan"}, "--smooth nan"),
         ({"smooth": "yes"}, "--smooth yes"),
+        ({"dynamic": 0.1}, "excepts layers from static ranges"),
+        ({"dynamic": 1.5, "activations": "tensor"}, "no share of the layers"),
+        ({"rounding": "down"}, "--rounding down is unknown"),
+        ({"rounding": "gptq", "activations": "none"}, "as they are pruned"),
         ({"observer": Observer("mse")}, "finds its scales at run time"),
         ({"observer": Observer("mse"), "activations": "none"}, "has none"),
         ({"smooth": "auto", "activations": "none"}, "floating point"),

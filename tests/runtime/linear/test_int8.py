@@ -25,8 +25,9 @@ TEXT = few_words()
 SCHEMES = {
     "token": {},
     "weights-tensor": {"weights": "tensor"},
-    "static": {"activations": "tensor", "text": TEXT},
-    "asymmetric": {"activations": "tensor-asym", "text": TEXT},
+    "static": {"activations": "tensor", "text": TEXT, "smooth": "off"},
+    "asymmetric": {"activations": "tensor-asym", "text": TEXT, "smooth": "off"},
+    "mixed": {"activations": "tensor", "text": TEXT, "dynamic": 0.3},
     "channel": {"activations": "channel", "text": TEXT},
     "dynamic-tensor": {"activations": "tensor-dynamic"},
     "weight-only": {"activations": "none"},

@@ -33,6 +33,11 @@ class Group:
         times, size = self.repeat
         return per_input.reshape(-1, times, size).amax(1).reshape(-1)
 
+    def total(self, per_input: Tensor) -> Tensor:
+        """Add up a quantity [in] of the input channels that share one of the producer's output channels."""
+        times, size = self.repeat
+        return per_input.reshape(-1, times, size).sum(1).reshape(-1)
+
     def spread(self, per_output: Tensor) -> Tensor:
         """Return the factors [in] of the input channels for those of the producer's output channels."""
         times, size = self.repeat

@@ -53,6 +53,12 @@ class Moments:
                 "the checkpoint overflows in its own dtype: try --dtype bfloat16, or check it with `tilepress eval perplexity`",
             )
 
+    def divide(self, columns: Tensor) -> None:
+        """Take it that every input had been divided by columns [channels]."""
+        for matrix in (self._sum, self._difference):
+            if matrix is not None:
+                matrix.div_(columns[:, None]).div_(columns)
+
     @property
     def norms(self) -> Tensor:
         """The root mean square of each channel [in]."""

@@ -97,6 +97,11 @@ class InputStats:
         chosen = keys.argsort()[: self.max_rows].sort().values
         self._rows, self._keys = [rows[chosen.to(rows.device)]], [keys[chosen]]
 
+    def divide(self, columns: Tensor) -> None:
+        """Take it that every input had been divided by columns [channels], all positive; the histogram is of inputs as they were."""
+        self.low, self.high = self.low / columns, self.high / columns
+        self._rows = [rows / columns for rows in self._rows]
+
     @property
     def rows(self) -> Tensor:
         """The sampled rows [at most max_rows, channels] float32."""

@@ -1,38 +1,24 @@
-"""Static ranges and smoothing factors for INT8, from real text, one decoder layer in memory at a time.
+"""Static ranges, smoothing factors and GPTQ's codes for INT8, from real text, one decoder layer in memory at a time.
 
 For each layer: which linear layers share an input (they get one scale), with smoothing a first pass over all windows for the channels'
-reach, the factors of each group and their fold, then a pass for the ranges. The outputs of the unfolded layer are the next layer's inputs.
-The float model runs: its activations do not depend on how earlier layers were quantized. Memory is the embeddings, one layer, its
-statistics and the hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
+reach, the factors of each group and their fold, then a pass for the ranges. Learned factors need no second pass: what the first one saw is
+divided by them. The outputs of the unfolded layer are the next layer's inputs. The float model runs: its activations do not depend on how
+earlier layers were quantized. Memory is the embeddings, one layer, its statistics, for GPTQ the second moments of all its inputs, and the
+hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from tilepress.compress.layers.groups import Group, apply, watch_inputs
+from tilepress.compress.layers.groups import apply, watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.layers.walk import CALIBRATION, FEW_TOKENS, Found, Layer, Visitor, Walk, check_inside
-from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
-from tilepress.compress.quantize.smoothing import ALPHAS, exact_factors, output_error, quantized_weight, smooth_factors
+from tilepress.compress.layers.walk import CALIBRATION, Found, Layer, Visitor, Walk, check_inside
+from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
-from tilepress.formats import TilepressError, int8
-from tilepress.formats.checkpoint import linear_shape
-from tilepress.models.families import norm_offset
-
-SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a recipe that concern calibration."""
-
-    scheme: int8.Int8Scheme
-    observer: Observer
-    smooth: str  # off | auto | channel (every channel to the same reach) | a number
-    dtype: torch.dtype | None  # the recipe's
+from tilepress.formats import int8
 
 
 class Calibration(Found):
@@ -51,10 +37,19 @@ class Calibration(Found):
         found = self.get(f"offset:{name}")
         return 0.0 if found is None else float(found)
 
+    @cached_property
+    def dynamic(self) -> frozenset[str]:
+        """The weights of a static scheme whose inputs are quantized per token."""
+        return frozenset(name for item in self.facts["inputs"] if item.get("per_token") for name in item["weights"])
+
     def beside(self, name: str) -> dict[str, Tensor]:
-        """Return scale and zero point of a weight's input, by the names under which they are stored."""
-        _, scale, zero_point = int8.part_names(name)
-        found = {scale: self.get(f"scale:{name}"), zero_point: self.get(f"zero:{name}")}
+        """Return scale and zero point of a weight's input and, rounded by GPTQ, codes and scale of the weight itself, by the names under
+        which they are stored."""
+        weight_scale, scale, zero_point = int8.part_names(name)
+        kinds = {name: "codes", weight_scale: "weight_scale"}
+        if name not in self.dynamic:
+            kinds |= {scale: "scale", zero_point: "zero"}
+        found = {key: self.get(f"{kind}:{name}") for key, kind in kinds.items()}
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -81,193 +76,63 @@ class _Ranges(Visitor):
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         return _calibrate_layer(layer, self.settings, self.dtype)
 
+    def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        if self.settings.dynamic:
+            _except_worst(facts["inputs"], self.settings.dynamic)
+        return facts
+
+
+def _except_worst(inputs: list[dict], share: float) -> None:
+    """Give the inputs that static ranges serve worst a scale per token, as many as a share of all linear layers allows.
+
+    Those come first whose outputs' relative error falls most for each linear layer that reads them. Experts stay: runtimes take those of
+    a layer as one."""
+    left = int(share * sum(len(item["weights"]) for item in inputs))
+    for item in sorted(inputs, key=lambda item: -item.get("gain", 0.0) / len(item["weights"])):
+        per_token, gain = item.pop("per_token_error", None), item.pop("gain", 0.0)
+        if gain > 0 and len(item["weights"]) <= left and ".experts." not in item["weights"][0]:
+            left -= len(item["weights"])
+            for key in ("range", "scale", "zero_point", "clip_share"):
+                item.pop(key)
+            item |= {"per_token": True, "output_error": per_token}
+
 
 def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tuple[dict[str, list], dict[str, Tensor]]:
     """Return the layer's part of the manifest, and its tensors."""
     names, smooth = layer.names, settings.smooth != "off"
     with layer.model.loaded(layer.path) as module:
         modules = dict(module.named_modules(prefix=layer.path))
-        inputs = [_Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
-        if smooth:
-            # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
-            outputs = list(_observe(layer, modules, inputs, counting=False))
-            for item in inputs:
+        inputs = [Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
+        # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
+        outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
+        for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
+            outputs[i] = output
+        for item in inputs:
+            if smooth:
                 item.choose_factors(modules)
+        divisors = {item.group.producer: item.factors for item in inputs if item.factors is not None}
+        for item in inputs:
+            item.fold(modules, divisors)
+        if settings.observes_twice:
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
             for _ in _observe(layer, modules, inputs, counting=True):
                 pass
             layer.hidden[:] = outputs
-        else:
-            for i, output in enumerate(_observe(layer, modules, inputs, counting=True)):
-                layer.hidden[i] = output
         for item in inputs:
             item.choose_range(inputs)
+            item.round_weights()
             item.measure(modules)
     warnings = [warning for item in inputs for warning in item.warnings(names)]
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
     return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
 
 
-def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["_Input"], counting: bool) -> Iterator[Tensor]:
-    """Yield the layer's outputs for all windows; what each input looked like goes to its `stats`."""
+def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:
+    """Yield the layer's outputs for all windows; each input sees what reaches it."""
+    seeing = {item.group.linears[0]: item for item in inputs}
     for item in inputs:
-        item.stats = InputStats(SAMPLED_ROWS, seed=item.number)
-    stats = {item.group.linears[0]: item.stats for item in inputs}
-    with watch_inputs(modules, list(stats), lambda path, x: stats[path].add(x, path, counting)):
+        item.start()
+    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x, counting)):
         yield from layer.outputs()
-
-
-class _Input:
-    """One input of a layer on its way through calibration: its group, its statistics, and what was decided."""
-
-    def __init__(self, group: Group, settings: Settings, dtype: torch.dtype, number: int):
-        self.group, self.settings, self.dtype, self.number = group, settings, dtype, number
-        self.scheme = settings.scheme
-        self.stats: InputStats = InputStats(SAMPLED_ROWS, seed=number)
-        self.factors: Tensor | None = None  # of the producer's output channels
-        self.alpha: float | None = None
-        self.left_alone = group.reason
-        self.range: tuple[float, float] | None = None
-        self.scale: Tensor | None = None
-        self.zero_point: Tensor | None = None
-        self.errors: list[float] | None = None
-        self.borrowed = False
-
-    def weights(self, modules: dict) -> list[Tensor]:
-        """Return each linear layer's weight, [out, in] float32."""
-        found = []
-        for path in self.group.linears:
-            weight = modules[path].weight.detach().float()
-            found.append(weight.t().contiguous() if linear_shape(modules[path])[2] else weight)
-        return found
-
-    def choose_factors(self, modules: dict) -> None:
-        """Decide on smoothing from the statistics of the unfolded layer; leaves `factors` None where it does not help."""
-        if self.group.producer is None:
-            return
-        if self.stats.tokens < FEW_TOKENS:
-            self.left_alone = f"saw fewer than {FEW_TOKENS} tokens"
-            return
-        weights, smooth = self.weights(modules), self.settings.smooth
-        reach = torch.maximum(self.stats.high, -self.stats.low)
-        reach = self.group.shared(reach)
-        columns = self.group.shared(torch.stack([w.abs().amax(0) for w in weights]).amax(0))
-        alphas = {"auto": ALPHAS, "channel": (1.0,)}.get(smooth) or (float(smooth),)
-        candidates = {alpha: self._exact(smooth_factors(reach, columns, alpha), modules) for alpha in alphas}
-        best = alphas[0]
-        if smooth == "auto":
-            exact = [self.stats.rows @ weight.t() for weight in weights]
-            errors = {alpha: self._error(factors, weights, exact) for alpha, factors in candidates.items()}
-            best = min(errors, key=errors.get)
-            if errors[best] >= self._error(torch.ones_like(reach), weights, exact):
-                self.left_alone = "no alpha lowers the output error"
-                return
-        self.alpha, self.factors = best, candidates[best]
-
-    def _exact(self, factors: Tensor, modules: dict) -> Tensor:
-        producer = modules[self.group.producer]
-        if producer.weight.dim() != 1:
-            return factors
-        return exact_factors(factors, producer.weight, self.dtype, norm_offset(producer))
-
-    def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
-        """Return the squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
-        columns = self.group.spread(factors)
-        rows = self.stats.rows / columns
-        scale = zero_point = None
-        if self.scheme.static:
-            low, high = float((self.stats.low / columns).min()), float((self.stats.high / columns).max())
-            sampled = InputStats(1, 0)
-            sampled.add(rows, self.group.linears[0])
-            chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
-            scale, zero_point = self._static(chosen)
-        rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
-        total = 0.0
-        for weight, expected in zip(weights, exact, strict=True):
-            back = quantized_weight(weight * columns, self.scheme, self.dtype)
-            total += float((rows @ back.t() - expected).square().sum())
-        return total
-
-    def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point of a range, on the device of the sampled rows."""
-        scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
-        device = self.stats.low.device if self.stats.tokens else scale.device
-        return scale.to(device), None if zero_point is None else zero_point.to(device)
-
-    def choose_range(self, inputs: list["_Input"]) -> None:
-        """Choose the static range, unless that is done; an expert that saw no token gets the range of the layer's other experts."""
-        if not self.scheme.static or self.range is not None:
-            return
-        if self.stats.tokens:
-            low, high = float(self.stats.low.min()), float(self.stats.high.max())
-            self.range = self.settings.observer.range(self.stats.histogram, low, high, self.scheme.asymmetric)
-            self.scale, self.zero_point = self._static(self.range)
-            return
-        seen = [item for item in inputs if item.stats.tokens and ".experts." in item.group.linears[0]]
-        kind = {path.rpartition(".")[2] for path in self.group.linears}
-        others = [item for item in seen if kind & {path.rpartition(".")[2] for path in item.group.linears}]
-        if ".experts." not in self.group.linears[0] or not others:
-            raise TilepressError(
-                f"{self.group.linears[0]} saw no token of the calibration text",
-                f"give more text (--nsamples, --dataset), or --ignore {self.group.linears[0]}",
-            )
-        for item in others:
-            item.choose_range(inputs)
-        self.borrowed = True
-        self.range = min(item.range[0] for item in others), max(item.range[1] for item in others)
-        self.scale, self.zero_point = self._static(self.range)
-
-    def measure(self, modules: dict) -> None:
-        """Measure the relative output error of each linear layer on the sampled rows."""
-        if not self.stats.tokens:
-            return
-        weights = self.weights(modules)
-        rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
-        self.errors = output_error(self.stats.rows, weights, rows, quantized)
-
-    def record(self, names: dict[str, str]) -> dict:
-        """Return what the manifest keeps."""
-        found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
-        if self.stats.tokens:
-            found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
-        if self.range is not None:
-            scale, zero = float(self.scale), 0 if self.zero_point is None else int(self.zero_point)
-            reach = ((int8.QMIN - 0.5 - zero) * scale, (int8.QMAX + 0.5 - zero) * scale)
-            found |= {"range": list(self.range), "scale": scale, "zero_point": zero}
-            if self.stats.tokens:
-                found["clip_share"] = clipped_share(self.stats.histogram, *reach)
-        if self.settings.smooth != "off":
-            found |= {"alpha": self.alpha, "folded_into": self.group.producer if self.factors is not None else None}
-            if self.factors is None:
-                found["left_alone"] = self.left_alone
-        if self.errors is not None:
-            found["output_error"] = dict(zip(found["weights"], self.errors, strict=True))
-        return found
-
-    def warnings(self, names: dict[str, str]) -> list[str]:
-        first, tokens = names[self.group.linears[0]], self.stats.tokens
-        if self.borrowed:
-            return [f"{first} saw no token: it has the range of its layer's other experts"]
-        return [f"{first} saw only {tokens} tokens"] if tokens < FEW_TOKENS else []
-
-    def tensors(self, model: LayerByLayer, names: dict[str, str]) -> dict[str, Tensor]:
-        """Return tensors for the work folder, by the names that `Calibration` looks up."""
-        found = {}
-        for name in (names[path] for path in self.group.linears):
-            if self.scale is not None:
-                found[f"scale:{name}"] = self.scale.cpu().clone()
-            if self.zero_point is not None:
-                found[f"zero:{name}"] = self.zero_point.cpu().clone()
-            if self.factors is not None:
-                found[f"columns:{name}"] = self.group.spread(self.factors).cpu().clone()
-        if self.factors is not None:
-            for part in ("weight", "bias"):
-                stored = model.stored.get(f"{self.group.producer}.{part}")
-                if stored:
-                    found[f"divisors:{stored}"] = self.factors.cpu().clone()
-            if offset := norm_offset(model.model.get_submodule(self.group.producer)):
-                found[f"offset:{model.stored[f'{self.group.producer}.weight']}"] = torch.tensor(offset)
-        return found

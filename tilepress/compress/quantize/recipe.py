@@ -8,14 +8,15 @@ docs/format.md).
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.layers.walk import Found, wait_for_walk
+from tilepress.compress.quantize.inputs import LEARNING_ROWS, ROUNDINGS, SAMPLED_ROWS, Settings
 from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
-from tilepress.compress.quantize.ranges import SAMPLED_ROWS, Calibration, Settings, calibrate
+from tilepress.compress.quantize.ranges import Calibration, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
@@ -28,6 +29,7 @@ from tilepress.models.families import ONE_PRODUCT, folded_norm
 from tilepress.text import Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
+EXCEPTIONS = 0.1  # of all linear layers at most have inputs per token in a static scheme, unless told otherwise
 CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
 
 
@@ -41,27 +43,45 @@ class Quantize(Recipe):
     weights: str = "channel"  # channel | tensor: a scale for each output channel, or one
     activations: str = "token"  # token | tensor | channel | tensor-asym | tensor-dynamic | none
     observer: Observer | None = None  # how static ranges are chosen; None: mse
-    smooth: str | float = "off"  # off | auto | alpha in [0, 1]
+    smooth: str | float | None = None  # off | learn | auto | alpha in [0, 1]; None: what the text allows
     dtype: torch.dtype | None = None  # cast floating tensors to it first
     ignore: tuple[str, ...] = ("lm_head",)  # layers left in floating point: names, globs or re:REGEX
+    rounding: str | None = None  # nearest | gptq; None: gptq where there is text and `smooth` is left to us
+    dynamic: float | None = (
+        None  # of static inputs' layers the share, at most, that gets a scale per token; None: as `smooth`
+    )
 
     command = "compress quantize"
 
     def __post_init__(self):
-        object.__setattr__(self, "smooth", str(self.smooth))
+        if self.smooth is not None:
+            object.__setattr__(self, "smooth", str(self.smooth))
         check_kinds(self)
         for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
-        if self.smooth not in ("off", "auto") and not _is_alpha(self.smooth):
-            raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, auto, or a number from 0 to 1")
+        if self.smooth not in (None, "off", "learn", "auto") and not _is_alpha(self.smooth):
+            raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, learn, auto, or a number from 0 to 1")
+        if self.rounding not in (None, *ROUNDINGS):
+            raise UsageError(f"--rounding {self.rounding} is unknown", f"choose one of {', '.join(ROUNDINGS)}")
+        if self.dynamic is not None and not self.static:
+            raise UsageError(
+                f"--dynamic excepts layers from static ranges, --activations {self.activations} has none",
+                "leave --dynamic out, or choose --activations tensor, tensor-asym or channel",
+            )
+        if self.dynamic is not None and not 0 <= self.dynamic < 1:
+            raise UsageError(f"--dynamic {self.dynamic:g} is no share of the layers", "use 0.1, or 10%")
+        if self.rounding == "gptq" and self.activations == "none":
+            raise UsageError(
+                "--rounding gptq, but --activations none stores weights as they are pruned", "leave --rounding out"
+            )
         if self.observer is not None and not self.static:
             raise UsageError(
                 f"--observer sets static ranges, --activations {self.activations} has none"
                 + ("" if self.activations == "none" else ": it finds its scales at run time"),
                 "leave --observer out, or choose --activations tensor, tensor-asym or channel",
             )
-        if self.smooth != "off" and self.activations in ("none", "channel"):
+        if self.smooth not in (None, "off") and self.activations in ("none", "channel"):
             why = (
                 "leaves inputs in floating point"
                 if self.activations == "none"
@@ -79,7 +99,7 @@ class Quantize(Recipe):
 
     @property
     def needs_text(self) -> bool:
-        return self.activations in (*STATIC, "channel") or self.smooth != "off"
+        return self.activations in (*STATIC, "channel") or self.smooth not in (None, "off") or self.rounding == "gptq"
 
     @property
     def refuses_text(self) -> None:
@@ -87,6 +107,17 @@ class Quantize(Recipe):
 
     def passes(self, text: Text | None) -> int:
         return 1 if text is None else 2
+
+    def chosen(self, text: Text | None) -> tuple[str, str, float]:
+        """Return smoothing, rounding and the share of exceptions; what is left to us is chosen by the inputs' scales and whether there is
+        text."""
+        smooth, rounding, dynamic = self.smooth, self.rounding, self.dynamic
+        if smooth is None:
+            recommended = text is not None and self.activations not in ("none", "channel")
+            smooth = ("auto" if self.static else "learn") if recommended else "off"
+            rounding = rounding or ("gptq" if recommended else "nearest")
+            dynamic = EXCEPTIONS if recommended and self.static and dynamic is None else dynamic
+        return smooth, rounding or "nearest", dynamic or 0.0
 
     @property
     def scheme(self) -> Int8Scheme:
@@ -102,11 +133,14 @@ class Quantize(Recipe):
         if self.static:
             observer = self._observer.name
             observer += f" {self._observer.percentile:g}" if observer == "percentile" else ""
+        smooth, rounding, dynamic = self.chosen(text)
         return {
             "weights": self.weights,
             "activations": self.activations,
             "observer": observer,
-            "smooth": self.smooth,
+            "smooth": smooth,
+            **({"rounding": rounding} if rounding != "nearest" else {}),
+            **({"dynamic": dynamic} if dynamic else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else text.described())
@@ -161,8 +195,9 @@ class Quantize(Recipe):
             return {"calibration": None}
         if rank and not wait_for_walk(plan.work, progress):
             return None
-        smooth = "channel" if self.activations == "channel" else self.smooth
-        settings = Settings(self.scheme, self._observer, smooth, self.dtype)
+        smooth, rounding, dynamic = self.chosen(plan.text)
+        smooth = "channel" if self.activations == "channel" else smooth
+        settings = Settings(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype)
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -179,6 +214,10 @@ class Quantize(Recipe):
             if divisors is not None:
                 made.weight = made.weight / divisors.to(weight.device)[:, None]
         made.beside = found.beside(target.name)
+        if target.name in made.beside:
+            made.record = made.record | {"refitted": True}
+        if target.name in found.dynamic:
+            made.record = made.record | {"inputs": "token"}
         return made
 
     def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
@@ -193,7 +232,8 @@ class Quantize(Recipe):
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Writing takes a weight as stored, its codes, and in float32 if it is folded; for calibrating see the terms."""
         checkpoint, text = inputs.checkpoint, inputs.text
-        wide = 4 if self.smooth != "off" or self.activations == "channel" else 0
+        smooth, rounding, _ = self.chosen(text)
+        wide = 4 if smooth != "off" or self.activations == "channel" else 0
         writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
         if text is None:
             return writing
@@ -208,7 +248,12 @@ class Quantize(Recipe):
         copies = 2 if wide else 1  # inputs and outputs of a layer
         widest = max(t.cols for t in targets)
         window = 4 * text.seqlen * widest * 8  # a forward pass and its statistics
-        inputs = max(sum(3 * 4 * SAMPLED_ROWS * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
+        rows = LEARNING_ROWS if smooth == "learn" else SAMPLED_ROWS
+        inputs = max(sum(3 * 4 * rows * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
+        if (
+            rounding == "gptq"
+        ):  # moments of each width of input, at most once a weight; weights in float32, three matrices of a solve
+            inputs += max(sum(4 * t.cols**2 for t in found) for found in layers.values()) + layer + 12 * widest**2
         return max(
             writing, layer + 2 * outside + copies * hidden + window + inputs + 3 * 4 * max(t.elements for t in targets)
         )
@@ -229,7 +274,9 @@ class Quantize(Recipe):
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
-        config = self.scheme.quantization_config(ignore)
+        paths = {item["name"].removesuffix(".weight"): item for item in tensors if item["layout"] == "int8"}
+        dynamic = frozenset(path for path, item in paths.items() if item.get("inputs") == "token")
+        config = replace(self.scheme, dynamic=dynamic).quantization_config(ignore, paths)
         if any(item.get("transposed") or layout_named(item["layout"]).sparse for item in tensors):
             return {"quant_method": "tilepress", "format_version": FORMAT_VERSION} | {
                 key: config[key] for key in ("config_groups", "ignore")

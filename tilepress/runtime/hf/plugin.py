@@ -219,4 +219,5 @@ def _packed_module(
             _VERIFY,
         )
     packed, bias = checkpoint.packed_shape(weight), getattr(original, "bias", None)
-    return packed_linear(packed, None if bias is None else bias.dtype, dtype, scheme)
+    own = scheme and scheme.of(weight.name)
+    return packed_linear(packed, None if bias is None else bias.dtype, dtype, own)

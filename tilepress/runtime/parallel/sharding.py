@@ -116,7 +116,9 @@ def _whole(checkpoint: Checkpoint, weight: Weight, scheme: int8.Int8Scheme | Non
         raise TilepressError(f"{weight.name} is packed as a Conv1D's, the model has Linear", VERIFY)
     facts = weight.name, shape, original.bias is not None
     read = partial(_read, checkpoint, weight.name.removesuffix("weight"))
-    return Whole(*facts, read, checkpoint.packed_shape(weight) if weight.is_packed else None, scheme)
+    return Whole(
+        *facts, read, checkpoint.packed_shape(weight) if weight.is_packed else None, scheme and scheme.of(weight.name)
+    )
 
 
 def _read(checkpoint: Checkpoint, prefix: str, part: str, *index: slice) -> Tensor:

@@ -1,0 +1,298 @@
+"""One input of a decoder layer on its way through calibration: what it looked like, and what is decided from that.
+
+Linear layers that read one tensor share its statistics, factors, range and second moments (layers/groups.py). ranges.py shows an input all
+windows of text and asks for the decisions in order: factors, fold, range, codes of the weights, errors.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilepress.compress.layers.groups import Group
+from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.moments import Moments
+from tilepress.compress.layers.walk import FEW_TOKENS
+from tilepress.compress.quantize.gptq import Rounding
+from tilepress.compress.quantize.observers import InputStats, Observer, clipped_share
+from tilepress.compress.quantize.smoothing import (
+    ALPHAS,
+    exact_factors,
+    learned_factors,
+    output_error,
+    quantized_weight,
+    smooth_factors,
+    token_weights,
+)
+from tilepress.formats import TilepressError, int8
+from tilepress.formats.checkpoint import linear_shape
+from tilepress.models.families import norm_offset
+
+SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
+ROUNDINGS = ("nearest", "gptq")
+LEARNING_ROWS = 4096  # of each input, for learned factors
+_GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a recipe that concern calibration."""
+
+    scheme: int8.Int8Scheme
+    observer: Observer
+    smooth: str  # off | learn | auto | channel (every channel to the same reach) | a number
+    rounding: str  # nearest | gptq
+    dynamic: float  # of a static scheme the share of linear layers, at most, whose inputs are quantized per token
+    dtype: torch.dtype | None  # the recipe's
+
+    @property
+    def sampled_rows(self) -> int:
+        return LEARNING_ROWS if self.smooth == "learn" else SAMPLED_ROWS
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether weights are computed from those of the checkpoint, by what single tokens say."""
+        return self.smooth == "learn" or self.rounding == "gptq" or bool(self.dynamic)
+
+    @property
+    def observes_twice(self) -> bool:
+        """Whether a layer runs once more after its fold."""
+        return self.smooth not in ("off", "learn") or (self.smooth == "learn" and self.scheme.static)
+
+
+class Input:
+    """One input of a layer on its way through calibration: its group, its statistics, and what was decided."""
+
+    def __init__(self, group: Group, settings: Settings, dtype: torch.dtype, number: int):
+        self.group, self.settings, self.dtype, self.number = group, settings, dtype, number
+        self.scheme = settings.scheme
+        self.stats: InputStats = InputStats(SAMPLED_ROWS, seed=number)
+        self.factors: Tensor | None = None  # of the producer's output channels
+        self.alpha: float | None = None
+        self.left_alone = group.reason
+        self.range: tuple[float, float] | None = None
+        self.scale: Tensor | None = None
+        self.zero_point: Tensor | None = None
+        self.errors: list[float] | None = None
+        self.borrowed = False
+        self.typical: Tensor | None = None  # squared norm of a token of it
+        self.moments: Moments | None = None
+        self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
+        self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
+        self.gain: float | None = (
+            None  # by how much a scale per token in place of the static range lowers the outputs' error
+        )
+        self.errors_per_token: list[float] | None = None
+
+    def start(self) -> None:
+        """Begin with new statistics."""
+        self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
+        self.typical = self.moments = None
+
+    def see(self, x: Tensor, counting: bool) -> None:
+        """Look at x [..., channels]; `counting` fills the histogram."""
+        self.stats.add(x, self.group.linears[0], counting)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if not len(rows) or not self.settings.weighs_tokens:
+            return
+        if self.typical is None:
+            self.typical = rows.float().square().sum(-1).median().clamp(min=1e-30)
+        if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
+            self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
+            weights = token_weights(rows.float(), self.typical) * self.typical
+            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), self.group.linears[0])
+
+    def weights(self, modules: dict) -> list[Tensor]:
+        """Return each linear layer's weight, [out, in] float32."""
+        found = []
+        for path in self.group.linears:
+            weight = modules[path].weight.detach().float()
+            found.append(weight.t().contiguous() if linear_shape(modules[path])[2] else weight)
+        return found
+
+    def choose_factors(self, modules: dict) -> None:
+        """Decide on smoothing from the statistics of the unfolded layer; leaves `factors` None where it does not help."""
+        if self.group.producer is None:
+            return
+        if self.stats.tokens < FEW_TOKENS:
+            self.left_alone = f"saw fewer than {FEW_TOKENS} tokens"
+            return
+        weights, smooth = self.weights(modules), self.settings.smooth
+        if smooth == "learn":
+            self._learn_factors(weights, modules)
+            return
+        reach = torch.maximum(self.stats.high, -self.stats.low)
+        reach = self.group.shared(reach)
+        columns = self.group.shared(torch.stack([w.abs().amax(0) for w in weights]).amax(0))
+        alphas = {"auto": ALPHAS, "channel": (1.0,)}.get(smooth) or (float(smooth),)
+        candidates = {alpha: self._exact(smooth_factors(reach, columns, alpha), modules) for alpha in alphas}
+        best = alphas[0]
+        if smooth == "auto":
+            exact = [self.stats.rows @ weight.t() for weight in weights]
+            errors = {alpha: self._error(factors, weights, exact) for alpha, factors in candidates.items()}
+            best = min(errors, key=errors.get)
+            if errors[best] >= self._error(torch.ones_like(reach), weights, exact):
+                self.left_alone = "no alpha lowers the output error"
+                return
+        self.alpha, self.factors = best, candidates[best]
+
+    def _learn_factors(self, weights: list[Tensor], modules: dict) -> None:
+        """Take learned factors if they lower the error of the outputs, token by token."""
+        rows, share = self.stats.rows, _GPTQ_SHARE if self.settings.rounding == "gptq" else 1.0
+        learned = learned_factors(rows, torch.cat(weights), self.group, self.typical, self.scheme, share)
+        learned, exact = self._exact(learned, modules), [rows @ weight.t() for weight in weights]
+        if self._error(learned, weights, exact) < self._error(torch.ones_like(learned), weights, exact):
+            self.factors = learned
+        else:
+            self.left_alone = "no factors lower the output error"
+
+    def fold(self, modules: dict, divisors: dict[str, Tensor]) -> None:
+        """Compute the weights as they will be stored, and what was seen as it will be seen: divided by the factors.
+
+        `divisors` are the factors that are folded into the outputs of linear layers."""
+        if not self.settings.weighs_tokens:
+            return
+        columns = 1.0 if self.factors is None else self.group.spread(self.factors)
+        self.folded = [weight * columns for weight in self.weights(modules)]
+        for path, weight in zip(self.group.linears, self.folded, strict=True):
+            if path in divisors:
+                weight.div_(divisors[path][:, None])
+        if self.factors is not None:
+            self.stats.divide(columns)
+            if self.moments is not None:
+                self.moments.divide(columns)
+
+    def round_weights(self) -> None:
+        """Round the weights by GPTQ, where that is asked for and the input was seen."""
+        if self.moments is None or self.stats.tokens < FEW_TOKENS:
+            return
+        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0])
+        scales = [int8.weight_scale(weight, self.scheme.weights, self.dtype) for weight in self.folded]
+        self.codes = [(rounding.codes(w, scale), scale) for w, scale in zip(self.folded, scales, strict=True)]
+        self.moments = None
+
+    def _exact(self, factors: Tensor, modules: dict) -> Tensor:
+        producer = modules[self.group.producer]
+        if producer.weight.dim() != 1:
+            return factors
+        return exact_factors(factors, producer.weight, self.dtype, norm_offset(producer))
+
+    def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
+        """Return the squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
+        columns = self.group.spread(factors)
+        rows = self.stats.rows / columns
+        scale = zero_point = None
+        if self.scheme.static:
+            low, high = float((self.stats.low / columns).min()), float((self.stats.high / columns).max())
+            sampled = InputStats(1, 0)
+            sampled.add(rows, self.group.linears[0])
+            chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
+            scale, zero_point = self._static(chosen)
+        rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
+        token = token_weights(self.stats.rows, self.typical)[:, None] if self.settings.weighs_tokens else 1.0
+        total = 0.0
+        for weight, expected in zip(weights, exact, strict=True):
+            back = quantized_weight(weight * columns, self.scheme, self.dtype)
+            total += float(((rows @ back.t() - expected).square() * token).sum())
+        return total
+
+    def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point of a range, on the device of the sampled rows."""
+        scale, zero_point = int8.static_scale(*chosen, self.scheme.asymmetric, self.dtype)
+        device = self.stats.low.device if self.stats.tokens else scale.device
+        return scale.to(device), None if zero_point is None else zero_point.to(device)
+
+    def choose_range(self, inputs: list["Input"]) -> None:
+        """Choose the static range, unless that is done; an expert that saw no token gets the range of the layer's other experts."""
+        if not self.scheme.static or self.range is not None:
+            return
+        if self.stats.tokens:
+            low, high = float(self.stats.low.min()), float(self.stats.high.max())
+            self.range = self.settings.observer.range(self.stats.histogram, low, high, self.scheme.asymmetric)
+            self.scale, self.zero_point = self._static(self.range)
+            return
+        seen = [item for item in inputs if item.stats.tokens and ".experts." in item.group.linears[0]]
+        kind = {path.rpartition(".")[2] for path in self.group.linears}
+        others = [item for item in seen if kind & {path.rpartition(".")[2] for path in item.group.linears}]
+        if ".experts." not in self.group.linears[0] or not others:
+            raise TilepressError(
+                f"{self.group.linears[0]} saw no token of the calibration text",
+                f"give more text (--nsamples, --dataset), or --ignore {self.group.linears[0]}",
+            )
+        for item in others:
+            item.choose_range(inputs)
+        self.borrowed = True
+        self.range = min(item.range[0] for item in others), max(item.range[1] for item in others)
+        self.scale, self.zero_point = self._static(self.range)
+
+    def measure(self, modules: dict) -> None:
+        """Measure the relative output error of each linear layer on the sampled rows."""
+        if not self.stats.tokens:
+            return
+        weights = self.weights(modules) if self.folded is None else self.folded
+        rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
+        if self.codes is None:
+            quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        else:
+            quantized = [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
+        self.errors = output_error(self.stats.rows, weights, rows, quantized)
+        if self.settings.dynamic and self.scheme.static:
+            per_token = int8.fake_quantize_input(self.stats.rows, int8.Int8Scheme(), None, None)
+            self.errors_per_token = output_error(self.stats.rows, weights, per_token, quantized)
+            static, dynamic = (self._noise(found, weights) for found in (rows, per_token))
+            self.gain = static - dynamic
+
+    def _noise(self, rows: Tensor, weights: list[Tensor]) -> float:
+        """Return the error of the outputs that quantized rows make, squared and relative, with tokens weighted."""
+        token = token_weights(self.stats.rows, self.typical)[:, None]
+        off = sum(float((((rows - self.stats.rows) @ w.t()).square() * token).sum()) for w in weights)
+        return off / max(sum(float(((self.stats.rows @ w.t()).square() * token).sum()) for w in weights), 1e-30)
+
+    def record(self, names: dict[str, str]) -> dict:
+        """Return what the manifest keeps."""
+        found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
+        if self.stats.tokens:
+            found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
+        if self.range is not None:
+            scale, zero = float(self.scale), 0 if self.zero_point is None else int(self.zero_point)
+            reach = ((int8.QMIN - 0.5 - zero) * scale, (int8.QMAX + 0.5 - zero) * scale)
+            found |= {"range": list(self.range), "scale": scale, "zero_point": zero}
+            if self.stats.tokens:
+                found["clip_share"] = clipped_share(self.stats.histogram, *reach)
+        if self.settings.smooth != "off":
+            found |= {"alpha": self.alpha, "folded_into": self.group.producer if self.factors is not None else None}
+            if self.factors is None:
+                found["left_alone"] = self.left_alone
+        if self.gain is not None:
+            found |= {"gain": self.gain}
+            found["per_token_error"] = dict(zip(found["weights"], self.errors_per_token, strict=True))
+        if self.errors is not None:
+            found["output_error"] = dict(zip(found["weights"], self.errors, strict=True))
+        return found
+
+    def warnings(self, names: dict[str, str]) -> list[str]:
+        first, tokens = names[self.group.linears[0]], self.stats.tokens
+        if self.borrowed:
+            return [f"{first} saw no token: it has the range of its layer's other experts"]
+        return [f"{first} saw only {tokens} tokens"] if tokens < FEW_TOKENS else []
+
+    def tensors(self, model: LayerByLayer, names: dict[str, str]) -> dict[str, Tensor]:
+        """Return tensors for the work folder, by the names that `Calibration` looks up."""
+        found = {}
+        for i, name in enumerate(names[path] for path in self.group.linears):
+            if self.codes is not None:
+                found[f"codes:{name}"], found[f"weight_scale:{name}"] = (part.cpu() for part in self.codes[i])
+            if self.scale is not None:
+                found[f"scale:{name}"] = self.scale.cpu().clone()
+            if self.zero_point is not None:
+                found[f"zero:{name}"] = self.zero_point.cpu().clone()
+            if self.factors is not None:
+                found[f"columns:{name}"] = self.group.spread(self.factors).cpu().clone()
+        if self.factors is not None:
+            for part in ("weight", "bias"):
+                stored = model.stored.get(f"{self.group.producer}.{part}")
+                if stored:
+                    found[f"divisors:{stored}"] = self.factors.cpu().clone()
+            if offset := norm_offset(model.model.get_submodule(self.group.producer)):
+                found[f"offset:{model.stored[f'{self.group.producer}.weight']}"] = torch.tensor(offset)
+        return found
