@@ -38,8 +38,8 @@ class SparseLinear(PackedLinear):
     ) -> "SparseLinear":
         return cls(packed, bias is not None, bias)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features], bias [out_features] -> [..., out_features]."""
         raise NotImplementedError
 
     def merged(self, others: list["SparseLinear"]) -> "SparseLinear | None":
@@ -57,7 +57,7 @@ class SparseLinear(PackedLinear):
         """x [..., in_features] -> [..., out_features]."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
-        return self.multiply(x)
+        return self.multiply(x, self.bias)
 
 
 class TiledCSLLinear(SparseLinear):
@@ -68,9 +68,9 @@ class TiledCSLLinear(SparseLinear):
         shape = self.out_features, self.in_features
         return TiledCSL(self.weight, self.weight_offsets, *shape, self.value_dtype, self.transposed)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.tilepress.tiled_csl_spmm(
-            x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
+            x, self.weight, self.weight_offsets, bias, self.out_features, self.value_dtype
         )
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
@@ -92,13 +92,13 @@ class TiledBitmapLinear(SparseLinear):
         stored = self.value_dtype, self.group, self.weight_scale, self.transposed
         return TiledBitmap(self.weight, self.weight_offsets, *shape, *stored)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.tilepress.tiled_bitmap_spmm(
             x,
             self.weight,
             self.weight_offsets,
             self.weight_scale,
-            self.bias,
+            bias,
             self.out_features,
             self.value_dtype,
             self.group,

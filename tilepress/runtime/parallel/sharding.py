@@ -12,8 +12,9 @@ from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, locate, model_names, module_path
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, check_sizes
+from tilepress.runtime.linear.cut import VERIFY, Whole
 from tilepress.runtime.parallel.group import TensorParallel
-from tilepress.runtime.parallel.partition import VERIFY, Partition, Whole
+from tilepress.runtime.parallel.partition import Partition
 
 
 def load(
