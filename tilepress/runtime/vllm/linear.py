@@ -62,7 +62,7 @@ class _Arriving:
             if (packed := _assembled(name, found)) is None:
                 return None
             form = layout_of(packed).form(packed)
-            if form.transposed or (form.rows, form.cols) != shape:
+            if (form.rows, form.cols) != shape:
                 raise TilepressError(f"{name} is packed as {form.rows} x {form.cols}, the model has {shape}", VERIFY)
         elif tuple(found["weight"].shape) != shape:
             raise TilepressError(f"{name} is {list(found['weight'].shape)}, the model has {list(shape)}", VERIFY)
