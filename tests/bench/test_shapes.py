@@ -14,9 +14,10 @@ from tilepress.bench.shapes import DENSE, SHAPES, Artifact, config_of, protocols
 from tilepress.bench.speed import Protocol, Subject, compare, stored_bytes
 from tilepress.formats import UsageError, int8
 from tilepress.formats.layout import layout_of
+from tilepress.runtime.linear.cut import Trimmed
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.sparse import SparseLinear
-from tilepress.runtime.parallel.group import RowParallel, Trimmed, VocabularyParallel
+from tilepress.runtime.parallel.group import RowParallel, VocabularyParallel
 
 
 def opt_parameters(hidden: int, layers: int) -> int:

@@ -191,7 +191,7 @@ def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dic
     layers = [packed_linear(_copy(packed)) for _ in range(copies)]
 
     def launch(i: int) -> Tensor:
-        return layers[i].multiply(x)
+        return layers[i].multiply(x, None)
 
     poison = torch.full((x.shape[0], packed.rows), float("nan"), dtype=x.dtype, device=x.device)
     del poison  # the memory that the result will most likely get

@@ -29,10 +29,11 @@ from tilepress.formats.layout import layouts
 from tilepress.models.families import ADDED
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.int8_layers import fuse
+from tilepress.runtime.linear.cut import Whole
 from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.linear.packed import packed_linear
 from tilepress.runtime.parallel.group import TensorParallel
-from tilepress.runtime.parallel.partition import Partition, Whole
+from tilepress.runtime.parallel.partition import Partition
 
 DTYPE = torch.bfloat16
 DENSE = "dense"

@@ -1,5 +1,6 @@
 """The modules that take the place of a linear layer when its weight is sparse."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class SparseLinear(PackedLinear):
     ) -> "SparseLinear":
         return cls(packed, bias is not None, bias)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], without gradients."""
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features], bias [out_features] -> [..., out_features], without gradients."""
         raise NotImplementedError
 
     def merged(self, others: list["SparseLinear"]) -> "SparseLinear | None":
@@ -57,7 +58,7 @@ class SparseLinear(PackedLinear):
         """x [..., in_features] -> [..., out_features], with gradients of x and of the bias."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features for a layer of {self.in_features}")
-        return product(self, self.multiply, x)
+        return product(self, partial(self.multiply, bias=self.bias), x)
 
 
 class TiledCSLLinear(SparseLinear):
@@ -68,9 +69,9 @@ class TiledCSLLinear(SparseLinear):
         shape = self.out_features, self.in_features
         return TiledCSL(self.weight, self.weight_offsets, *shape, self.value_dtype, self.transposed)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.tilepress.tiled_csl_spmm(
-            x, self.weight, self.weight_offsets, self.bias, self.out_features, self.value_dtype
+            x, self.weight, self.weight_offsets, bias, self.out_features, self.value_dtype
         )
 
     def dense(self) -> Tensor:
@@ -97,13 +98,13 @@ class TiledBitmapLinear(SparseLinear):
         stored = self.value_dtype, self.group, self.weight_scale, self.transposed
         return TiledBitmap(self.weight, self.weight_offsets, *shape, *stored)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.tilepress.tiled_bitmap_spmm(
             x,
             self.weight,
             self.weight_offsets,
             self.weight_scale,
-            self.bias,
+            bias,
             self.out_features,
             self.value_dtype,
             self.group,

@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 
 from tilepress.formats import UsageError
 from tilepress.runtime.linear.int8 import Int8Linear
-from tilepress.runtime.linear.packed import PackedLinear
 
 TILE = 128  # features of a part are multiples of this, where there are enough: rows and columns of tiles, and of what kernels like
 _PATIENCE = timedelta(minutes=30)  # a rank may compile kernels while the others wait
@@ -137,25 +136,6 @@ class RowParallelInt8(Int8Linear):
 
     def multiply(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return self.group.sum(super().multiply(codes, scale, dtype))
-
-
-class Trimmed(nn.Module):
-    """A packed layer whose tiles cover a part that does not begin and end where tiles do: inputs beside it are zeros, outputs beside it left out."""
-
-    def __init__(self, linear: PackedLinear, rows: tuple[int, int], cols: tuple[int, int]):
-        """`rows` and `cols`: first and end of the part among the layer's features."""
-        super().__init__()
-        self.linears, self.rows = nn.ModuleList([linear]), rows
-        self.beside = cols[0], linear.in_features - cols[1]
-        self.in_features, self.out_features = cols[1] - cols[0], rows[1] - rows[0]
-
-    @property
-    def weight(self) -> Tensor:
-        return self.linears[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = pad(x, self.beside) if any(self.beside) else x
-        return self.linears[0](x)[..., slice(*self.rows)]
 
 
 class VocabularyParallel(nn.Module):

@@ -6,36 +6,24 @@
     KV cache      calibration of the rank's own KV heads; one that several ranks' query heads attend to is on each of them
 
 A part of a sparse layer that does not begin or end where tiles do takes all tiles that it touches (`Trimmed` of
-group.py): heads of 64 on an odd number, widths of less than a tile for each rank.
+linear/cut.py): heads of 64 on an odd number, widths of less than a tile for each rank.
 """
 
 import copy
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.int8 import Int8Scheme
 from tilepress.formats.kv_calibration import KVCalibration, Side
-from tilepress.formats.layout import Span, layout_of
+from tilepress.formats.layout import Span
 from tilepress.models.families import FAMILIES, family_of, heads_of, part
+from tilepress.runtime.linear.cut import Piece, Whole, cut
 from tilepress.runtime.linear.int8 import quantizes
 from tilepress.runtime.linear.merged import merge
-from tilepress.runtime.linear.packed import PackedLinear, packed_linear
-from tilepress.runtime.parallel.group import (
-    RowParallel,
-    RowParallelInt8,
-    TensorParallel,
-    Trimmed,
-    VocabularyParallel,
-    parts,
-)
-
-VERIFY = "`tilepress verify DIR` lists every finding"
+from tilepress.runtime.parallel.group import RowParallel, RowParallelInt8, TensorParallel, VocabularyParallel, parts
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,16 @@ class Partition:
         found["lm_head"] = Part(rows=group.part(model.lm_head.out_features))
         return cls(group, found, heads)
 
-    def cut(self, path: str, whole: "Whole", dtype: torch.dtype) -> nn.Module:
+    def cut(self, path: str, whole: Whole, dtype: torch.dtype) -> nn.Module:
         """The layer at a path, of a model of some dtype, as far as it is this rank's."""
-        own = self.linears.get(path, Part())
-        spans = [replace(own, rows=rows, others=()) for rows in (own.rows, *own.others)]
-        return merge([_Cut(whole, span, dtype, self.group).made() for span in spans])
+        own, device = self.linears.get(path, Part()), self.group.device
+        if not own.sums:
+            return merge([cut(whole, rows, None, dtype, device) for rows in (own.rows, *own.others)])
+        # The sum of all parts has the bias once.
+        piece = Piece.of(whole, own.rows, own.cols, dtype, device, bias=self.group.rank == 0)
+        if quantizes(piece.linear):
+            return RowParallelInt8.of_part(piece.linear, self.group)
+        return RowParallel(piece.trimmed(), self.group)
 
     def of_cache(self, calibration: KVCalibration) -> KVCalibration:
         """The calibration of the rank's KV heads. Raises TilepressError for one of another number of heads."""
@@ -188,83 +181,3 @@ def _side_by_side(paths: list[str], sizes: list[tuple[int, Span]]) -> dict[str, 
     starts = itertools.accumulate((size for size, _ in sizes), initial=0)
     first, *others = ((start + own[0], start + own[1]) for start, (_, own) in zip(starts, sizes, strict=False))
     return {paths[0]: Part(rows=first, others=tuple(others))}
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A linear layer of which ranges are read: `read("weight_scale", slice(0, 64))`; without ranges a whole tensor."""
-
-    name: str
-    shape: tuple[int, int]  # features out, in
-    bias: bool
-    read: Callable[..., Tensor]
-    packed: Any = None  # as its layout puts it together; the tensors may be empty. None: dense
-    scheme: Int8Scheme | None = None  # of INT8
-
-    @classmethod
-    def of(cls, name: str, linear: nn.Module) -> "Whole":
-        """Return a layer that is in memory."""
-
-        def read(part: str, *index: slice) -> Tensor:
-            return getattr(linear, part)[index]
-
-        packed = linear.packed if isinstance(linear, PackedLinear) else None
-        shape = linear.out_features, linear.in_features
-        return cls(name, shape, linear.bias is not None, read, packed, getattr(linear, "scheme", None))
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A part of a layer as a layer of its own, on the rank's device."""
-
-    whole: Whole
-    part: Part
-    dtype: torch.dtype  # of the model
-    group: TensorParallel
-
-    @property
-    def rows(self) -> Span:
-        return self.part.rows or (0, self.whole.shape[0])
-
-    @property
-    def cols(self) -> Span:
-        return self.part.cols or (0, self.whole.shape[1])
-
-    @property
-    def bias(self) -> bool:
-        return self.whole.bias and not (self.part.sums and self.group.rank)  # the sum has it once
-
-    def made(self) -> nn.Module:
-        covered = self.rows, self.cols
-        if self.whole.packed is None:
-            height, width = (end - first for first, end in covered)
-            made = nn.Linear(width, height, bias=self.bias, device="meta")
-            made.weight = nn.Parameter(self._read("weight", *(slice(*span) for span in covered)), requires_grad=False)
-        else:
-            made, covered = self._packed()
-        if self.bias:
-            made.bias = nn.Parameter(self._read("bias", slice(*covered[0])), requires_grad=False)
-        if self.part.sums and quantizes(made):
-            return RowParallelInt8.of_part(made, self.group)
-        if covered != (self.rows, self.cols):
-            spans = zip((self.rows, self.cols), covered, strict=True)
-            made = Trimmed(made, *(tuple(x - top for x in span) for span, (top, _) in spans))
-        return RowParallel(made, self.group) if self.part.sums else made
-
-    def _read(self, name: str, *index: slice) -> Tensor:
-        """A range in memory of its own, in the model's dtype."""
-        return self.whole.read(name, *index).to(self.group.device, self.dtype, copy=True).contiguous()
-
-    def _packed(self) -> tuple[PackedLinear, tuple[Span, Span]]:
-        """A layer of at least the part, and the part that it covers."""
-        whole = self.whole
-        try:
-            packed, covered = layout_of(whole.packed).slice(
-                whole.packed, whole.read, self.rows, self.cols, self.group.device
-            )
-        except TilepressError as error:
-            raise TilepressError(f"{whole.name}: {error.message}", error.hint) from error
-        made = packed_linear(packed, self.dtype if self.bias else None, self.dtype, whole.scheme)
-        if (problem := made.check_bounds()) is not None:
-            raise TilepressError(f"{whole.name}: {problem}", VERIFY)
-        return made, covered

@@ -14,8 +14,9 @@ from tilepress.formats.hub import locate
 from tilepress.models.meta import check_fit
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, check_sizes
+from tilepress.runtime.linear.cut import VERIFY, Whole
 from tilepress.runtime.parallel.group import TensorParallel
-from tilepress.runtime.parallel.partition import VERIFY, Partition, Whole
+from tilepress.runtime.parallel.partition import Partition
 
 
 def load(

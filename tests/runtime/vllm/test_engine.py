@@ -1,0 +1,242 @@
+"""Artifacts in vLLM's own engine, against transformers' forward pass over the same weights. `make test-vllm` runs these."""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.artifacts import prune, quantize
+
+vllm = pytest.importorskip("vllm")
+
+import tilepress  # noqa: E402
+from tilepress.formats import UsageError  # noqa: E402
+
+PROMPTS = [[3 + 7 * i % 250 for i in range(length)] for length in (5, 33, 70)]
+TOLERANCE = 1e-3  # of log-probabilities in float32: the orders of sums differ
+LAYOUTS = {
+    "tiled-bitmap": {"format": "tiled-bitmap"},
+    "tiled-csl": {"format": "tiled-csl"},
+    "int8-values": {"format": "tiled-bitmap", "value_dtype": "int8"},
+    "auto": {},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "HF_HUB_OFFLINE": "1",
+        }.items():
+            patch.setenv(name, value)
+        yield
+
+
+def engine(path: Path, **options) -> "vllm.LLM":
+    settings = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True, "seed": 0}
+    return vllm.LLM(model=str(path), skip_tokenizer_init=True, **settings | options)
+
+
+def sampled(tokens: int, **options) -> "vllm.SamplingParams":
+    settings = {"temperature": 0, "max_tokens": tokens, "logprobs": 3, "ignore_eos": True, "detokenize": False}
+    return vllm.SamplingParams(**settings | options)
+
+
+def generate(llm, prompts: list[list[int]], tokens: int = 6, lora=None, **options) -> list:
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    found = llm.generate(asked, sampled(tokens, **options), use_tqdm=False, lora_request=lora)
+    return [output for request in found for output in request.outputs]
+
+
+def assert_as(model, prompts: list[list[int]], outputs: list, tolerance: float = TOLERANCE) -> None:
+    """Every log-probability that the engine tells is the model's own, and its tokens are the model's best."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.token_ids)
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt + tokens])).logits[0].float().log_softmax(-1)
+        for i, (token, told) in enumerate(zip(tokens, output.logprobs, strict=True)):
+            row = expected[len(prompt) - 1 + i]
+            assert row.max() - row[token] < tolerance
+            for candidate, value in told.items():
+                assert math.isclose(row[candidate].item(), value.logprob, abs_tol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "family,layout",
+    [
+        ("llama", "tiled-bitmap"),
+        ("llama", "tiled-csl"),
+        ("llama", "int8-values"),
+        ("qwen2", "auto"),
+        ("qwen3", "tiled-bitmap"),
+        ("opt", "tiled-csl"),
+        ("gemma3", "tiled-bitmap"),
+        ("phi3", "tiled-csl"),
+        ("gpt2-64", "tiled-bitmap"),
+    ],
+)
+def test_families_and_layouts(checkpoint_of, tmp_path, family, layout):
+    sizes = {"head_dim": 32} if family in ("qwen3", "gemma3") else {}
+    prune(checkpoint_of(family, **sizes), tmp_path / "out", 0.6, **LAYOUTS[layout])
+    llm = engine(tmp_path / "out")
+    assert_as(tilepress.load(tmp_path / "out", dtype="float32"), PROMPTS, generate(llm, PROMPTS))
+    model = llm.llm_engine.model_executor.driver_worker.get_model()
+    layers = [module for module in model.modules() if hasattr(module, "quant_method")]
+    kinds = {type(layer.packed).__name__ for layer in layers if hasattr(layer, "packed")}
+    assert kinds and kinds <= {"TiledBitmapLinear", "TiledCSLLinear", "_Separate"}
+
+
+def test_what_was_left_dense_is_run_by_vllm(checkpoint_of, tmp_path):
+    prune(checkpoint_of("llama"), tmp_path / "out", 0.6, ignore=("*.k_proj", "*.o_proj", "lm_head"))
+    llm = engine(tmp_path / "out")
+    assert_as(tilepress.load(tmp_path / "out", dtype="float32"), PROMPTS, generate(llm, PROMPTS))
+    model = llm.llm_engine.model_executor.driver_worker.get_model()
+    methods = {name: type(m.quant_method).__name__ for name, m in model.named_modules() if hasattr(m, "quant_method")}
+    assert methods["model.layers.0.self_attn.o_proj"] == "UnquantizedLinearMethod"
+    assert (
+        methods["model.layers.0.self_attn.qkv_proj"]
+        == methods["model.layers.0.mlp.down_proj"]
+        == "TilepressLinearMethod"
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint_of, tmp_path_factory):
+    path = tmp_path_factory.mktemp("vllm") / "llama"
+    prune(checkpoint_of("llama"), path, 0.6)
+    return path
+
+
+def test_scheduling_changes_nothing(llama):
+    """Batches that grow and shrink, a prefix that is shared, prompts in chunks, several samples of one prompt."""
+    llm = engine(
+        llama, enable_prefix_caching=True, max_num_batched_tokens=24, enable_chunked_prefill=True, block_size=16
+    )
+    model, shared = tilepress.load(llama, dtype="float32"), PROMPTS[2][:48]
+    prompts = [*PROMPTS, [*shared, 9], [*shared, 8, 7], shared]
+    for _ in range(2):  # the second time prefixes are cached
+        assert_as(model, prompts, generate(llm, prompts))
+    twice = generate(llm, PROMPTS[:1], n=2, temperature=1.0, seed=1)
+    assert len(twice) == 2
+    for output in twice:
+        expected = model(torch.tensor([PROMPTS[0] + list(output.token_ids)])).logits[0].log_softmax(-1)
+        for i, told in enumerate(output.logprobs):
+            for candidate, value in told.items():
+                assert math.isclose(
+                    expected[len(PROMPTS[0]) - 1 + i, candidate].item(), value.logprob, abs_tol=TOLERANCE
+                )
+
+
+def test_an_adapter_over_a_sparse_base(llama, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    model, rank, tensors = tilepress.load(llama, dtype="float32"), 4, {}
+    torch.manual_seed(1)
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj", "down_proj")):
+            down = 0.1 * torch.randn(rank, module.in_features)
+            up = 0.1 * torch.randn(module.out_features, rank)
+            key = f"base_model.model.{name}"
+            tensors |= {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
+            module.register_forward_hook(lambda _, x, y, down=down, up=up: y + 2 * (x[0] @ down.T @ up.T))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "task_type": "CAUSAL_LM"}
+    targets = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | targets))
+    llm = engine(llama, enable_lora=True, max_lora_rank=8)
+    assert_as(tilepress.load(llama, dtype="float32"), PROMPTS, generate(llm, PROMPTS))
+    assert_as(model, PROMPTS, generate(llm, PROMPTS, lora=LoRARequest("ours", 1, str(tmp_path))))
+
+
+def test_two_ranks(checkpoint_of, tmp_path, monkeypatch):
+    """A part of a layer begins and ends where tiles do not."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prune(checkpoint_of("qwen2"), tmp_path / "out", 0.6)
+    llm = engine(tmp_path / "out", tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert_as(tilepress.load(tmp_path / "out", dtype="float32"), PROMPTS, generate(llm, PROMPTS))
+
+
+def test_compiled(llama):
+    """One graph for all sizes of a batch: torch.compile breaks nowhere in it, and does not compile again."""
+    llm = engine(llama, enforce_eager=False)
+    model = tilepress.load(llama, dtype="float32")
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 2):
+        assert_as(model, prompts, generate(llm, prompts))
+
+
+@pytest.mark.parametrize("activations", ["token", "tensor", "tensor-asym"])
+def test_int8_needs_no_plug_in(checkpoint_of, tmp_path, activations, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    from support.artifacts import few_words
+
+    text = None if activations == "token" else few_words(4, 64)
+    quantize(checkpoint_of("llama"), tmp_path / "out", text=text, activations=activations)
+    llm = engine(tmp_path / "out", dtype="bfloat16")
+    assert_as(tilepress.load(tmp_path / "out", dtype=torch.float32), PROMPTS, generate(llm, PROMPTS), 0.05)
+
+
+def test_serve_answers_a_request(llama):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["vllm", "serve", str(llama), "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
+    words += ["--dtype", "float32", "--max-model-len", "128"]
+    server = subprocess.Popen([str(Path(sys.executable).parent / words[0]), *words[1:]], start_new_session=True)
+    try:
+        asked = {"model": str(llama), "prompt": PROMPTS[1], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        asked |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        answer = _when_ready(request, server)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    told = answer["choices"][0]["logprobs"]
+    tokens = [int(re.fullmatch(r"token_id:(\d+)", token).group(1)) for token in told["tokens"]]
+    expected = tilepress.load(llama, dtype="float32")(torch.tensor([PROMPTS[1] + tokens])).logits[0].log_softmax(-1)
+    for i, (token, value) in enumerate(zip(tokens, told["token_logprobs"], strict=True)):
+        assert math.isclose(expected[len(PROMPTS[1]) - 1 + i, token].item(), value, abs_tol=TOLERANCE)
+
+
+def _when_ready(request, server) -> dict:
+    ends = time.monotonic() + 400
+    while time.monotonic() < ends and server.poll() is None:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.URLError:
+            time.sleep(1)
+    raise AssertionError(f"the server did not answer (exit code {server.poll()})")
+
+
+def test_what_the_plug_in_does_not_serve_is_said(checkpoint_of, tmp_path, llama):
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    for file in llama.iterdir():
+        (newer / file.name).symlink_to(file)
+    config = json.loads((llama / "config.json").read_text())
+    config["quantization_config"]["format_version"] = 99
+    (newer / "config.json").unlink()
+    (newer / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match="format version 99"):
+        engine(newer)
+    prune(checkpoint_of("llama"), tmp_path / "head", 0.6, ignore=())
+    with pytest.raises(UsageError, match="output head is packed"):
+        engine(tmp_path / "head")
+    prune(checkpoint_of("mixtral"), tmp_path / "experts", 0.6)
+    with pytest.raises(UsageError, match="experts are packed"):
+        engine(tmp_path / "experts")

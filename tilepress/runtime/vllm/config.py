@@ -1,0 +1,78 @@
+"""What vLLM asks of an artifact's `quantization_config`: which versions and dtypes serve, and what runs each layer."""
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from tilepress.formats import UsageError
+from tilepress.formats.checkpoint import FORMAT_VERSION
+from tilepress.formats.kv_calibration import CONFIG_KEY
+from tilepress.runtime.vllm.compat import check_version, installed
+from tilepress.runtime.vllm.linear import TilepressLinearMethod, refuse_packed
+
+METHOD = "tilepress"
+_log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its own name
+
+
+@register_quantization_config(METHOD)
+class TilepressConfig(QuantizationConfig):
+    """The configuration of an artifact: `quant_method: tilepress` in config.json."""
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "TilepressConfig":
+        """Read `quantization_config`. Raises UsageError for a version of vLLM or of the format that is not served."""
+        check_version(installed())
+        if (found := config.get("format_version")) != FORMAT_VERSION:
+            raise UsageError(
+                f"the artifact has format version {found!r}, this tilepress reads {FORMAT_VERSION}", "upgrade tilepress"
+            )
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            return TilepressLinearMethod(prefix)
+        if isinstance(layer, ParallelLMHead):
+            why = "the output head is packed, which the plug-in does not serve"
+            return refuse_packed(
+                UnquantizedEmbeddingMethod(), why, "compress again with the head left dense, as by default"
+            )
+        if experts := _experts_method(layer):
+            why = "experts are packed, which the plug-in does not serve"
+            return refuse_packed(experts, why, "compress again with --ignore '*.experts.*', or convert --to dense")
+        return None
+
+    def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
+        """Say what is left unused; vLLM calls this once, with the model's name and configuration."""
+        if getattr(hf_config, CONFIG_KEY, None) is not None:
+            _log.warning_once(
+                "%s has a calibrated attention cache, which this plug-in does not serve: vLLM's own is used.",
+                model_name,
+            )
+
+
+def _experts_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """Return what runs a layer of experts in floating point, or None for another layer."""
+    if not hasattr(layer, "moe_config"):
+        return None
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+    return UnquantizedFusedMoEMethod(layer.moe_config)
