@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import FORMAT_VERSION
@@ -50,14 +50,10 @@ class TilepressConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             return TilepressLinearMethod(prefix)
-        if isinstance(layer, ParallelLMHead):
-            why = "the output head is packed, which the plug-in does not serve"
-            return refuse_packed(
-                UnquantizedEmbeddingMethod(), why, "compress again with the head left dense, as by default"
-            )
-        if experts := _experts_method(layer):
+        if hasattr(layer, "moe_config"):
             why = "experts are packed, which the plug-in does not serve"
-            return refuse_packed(experts, why, "compress again with --ignore '*.experts.*', or convert --to dense")
+            hint = "compress again with --ignore '*.experts.*', or convert --to dense"
+            return refuse_packed(UnquantizedFusedMoEMethod(layer.moe_config), why, hint)
         return None
 
     def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
@@ -67,12 +63,3 @@ class TilepressConfig(QuantizationConfig):
                 "%s has a calibrated attention cache, which this plug-in does not serve: vLLM's own is used.",
                 model_name,
             )
-
-
-def _experts_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
-    """Return what runs a layer of experts in floating point, or None for another layer."""
-    if not hasattr(layer, "moe_config"):
-        return None
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-
-    return UnquantizedFusedMoEMethod(layer.moe_config)
