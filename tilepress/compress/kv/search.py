@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     rotate: bool
     side: Side
     cost: float  # relative squared error of the attention's output with this side quantized alone
-    facts: dict  # alpha and clip
+    facts: dict  # alpha, clip, and in 4 bits whether the first token is stored exactly
 
 
 class Search:
@@ -75,9 +75,8 @@ class Search:
 
     def _best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         if form.bits == 16:
-            return Candidate(
-                form, False, Side(None), self.error(**{what: self.back(what, form, Side(None), False)}), {}
-            )
+            cost = self.error(**{what: self.back(what, form, Side(None), False)})
+            return Candidate(form, False, Side(None), cost, {})
         sides = {
             (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
@@ -97,10 +96,8 @@ class Search:
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
-        exact, back = (
-            [getattr(sample, what) for sample in self.seen.samples],
-            self.back(what, chosen.form, chosen.side, chosen.rotate),
-        )
+        exact = [getattr(sample, what) for sample in self.seen.samples]
+        back = self.back(what, chosen.form, chosen.side, chosen.rotate)
         off = sum(float((found - x).square().sum()) for found, x in zip(back, exact, strict=True))
         facts = {f"{what}_error": (off / max(sum(float(x.square().sum()) for x in exact), 1e-30)) ** 0.5}
         if chosen.form.static:
