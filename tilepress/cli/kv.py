@@ -112,7 +112,7 @@ def _layers_text(told: dict) -> str:
             f"{layer['key_error']:.2%}",
             f"{layer['value_error']:.2%}",
             f"{layer['output_error']:.2%}",
-            *(f"{layer[name]:.2f}" for name in ("key_alpha", "key_clip", "value_alpha", "value_clip")),
+            *(_range(layer[name]) for name in ("key_alpha", "key_clip", "value_alpha", "value_clip")),
             *(f"{max(layer['key_overflow'], layer['value_overflow']):.3%}" for _ in range("key_overflow" in layer)),
         ]
         for layer in worst
@@ -124,6 +124,12 @@ def _layers_text(told: dict) -> str:
     return table(f"  attention cache: {told['format']}{rotated}{few}", head, rows)
 
 
+def _range(told: float | list[float]) -> str:
+    """Return a number, or the least and the largest of those of a layer's heads."""
+    least, most = (told, told) if isinstance(told, float) else (min(told), max(told))
+    return f"{least:.2f}" if least == most else f"{least:.2f} .. {most:.2f}"
+
+
 def _sink(told: dict) -> list[str]:
     """Return how much of the attention the first token takes, where it takes half of a layer's or more."""
     shares = {layer["layer"]: layer.get("first_attention", 0.0) for layer in told["report"]}
@@ -132,7 +138,7 @@ def _sink(told: dict) -> list[str]:
         return []
     most = max(many, key=shares.get)
     exact = sum(
-        layer.get("key_first_exact", False) and layer.get("value_first_exact", False) for layer in told["report"]
+        all(layer.get("key_first_exact", [False]) + layer.get("value_first_exact", [False])) for layer in told["report"]
     )
     kept = f"; {exact} layers store it exactly" if exact else ""
     return [

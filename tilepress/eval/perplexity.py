@@ -234,7 +234,9 @@ def measure(
     bits = tokens / max(scored_bytes, 1) / math.log(2)  # of one nat a token, for each byte of text
     cache = None
     if kv != "off":
-        cache = {"measured": _MEASURED[kv], "format": model.kv_state.calibration.name}
+        calibration = model.kv_state.calibration
+        cache = {"measured": _MEASURED[kv], "format": calibration.name}
+        cache["bits_per_element"] = calibration.bits_per_element
     if kv == "decode":
         others = math.exp(simulated.mean)
         cache |= {"sim_perplexity": others, "decode_over_sim": math.exp(nll.mean) / others - 1}

@@ -85,6 +85,10 @@ class KVCalibration:
         return name_of([layer.form for layer in self.layers])
 
     @property
+    def bits_per_element(self) -> float:
+        return bits_per_element([layer.form for layer in self.layers])
+
+    @property
     def bytes_per_token(self) -> int:
         return self.kv_heads * sum(layer.form.key.row_bytes + layer.form.value.row_bytes for layer in self.layers)
 

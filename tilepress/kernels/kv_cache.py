@@ -31,9 +31,8 @@ CACHE_TAKES = (
     "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
 )
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
-VALUE_FORM = (
-    "int value_bits=0, int value_group_size=0, bool value_static=False"  # 0 bits: values are stored as keys are
-)
+# With 0 bits values are stored as keys are.
+VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
 QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}"
 UNLIKE = "keys and values of unlike forms, the kernel takes one form"
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
@@ -109,7 +108,7 @@ class Quantization:
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
-        if self.value_bits:
+        if is_unlike(self):
             return False
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
@@ -163,6 +162,15 @@ def forms_for(
             raise ValueError("the values' groups or static scales were given without value_bits")
         return key
     return forms_of(key, KVFormat(dim, value_bits, value_group_size, value_static))
+
+
+def is_unlike(arguments) -> bool:
+    """Return whether an op's arguments give values another form than keys."""
+    return arguments.value_bits > 0 and value_form(arguments) != (
+        arguments.bits,
+        arguments.group_size,
+        arguments.static,
+    )
 
 
 def value_form(arguments) -> tuple[int, int, bool]:

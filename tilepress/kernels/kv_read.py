@@ -23,6 +23,7 @@ from tilepress.kernels.kv_cache import (
     blocks,
     check_calibration,
     forms_for,
+    is_unlike,
     row_macros,
     unlike_name,
     value_form,
@@ -97,7 +98,7 @@ class _Read(NamedTuple):
         wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None
-            and not self.value_bits
+            and not is_unlike(self)
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()

@@ -123,7 +123,10 @@ def test_a_mixed_cache_is_what_its_sidecar_says(searched, checkpoint_of, tmp_pat
     assert simulated.nll == pytest.approx(expected, rel=1e-6)
     assert simulated.nll != pytest.approx(measure(model, tokenizer, protocol, kv="off").nll, rel=1e-6)
     assert abs(decoded_.kv_cache["decode_over_sim"]) < 0.003
+    told = [row for pair in facts["forms"] for row in pair]
+    bits = sum(bits_of(KVFormat(32, row["bits"], 0, row["mode"] == "static")) for row in told) / len(told)
     assert decoded_.kv_cache["format"].startswith("mixed, ")
+    assert decoded_.kv_cache["bits_per_element"] == pytest.approx(bits)
 
 
 def test_the_decode_loop_serves_mixed_forms(searched):
@@ -142,11 +145,10 @@ def test_alike_keeps_one_form_in_each_layer(checkpoint_of, tmp_path):
     assert sum(bits_of(layer.form.key) for layer in layers) <= 7 * LAYERS
 
 
-def test_budgets_that_buy_everything_and_just_one_form(checkpoint_of, tmp_path):
-    for budget, name in ((16, "bfloat16"), (4, "int4 static, row-wise")):
-        out = tmp_path / str(budget)
-        run_recipe(KVCache("auto", budget=budget), checkpoint_of("llama"), out, text=few_words(2, 32))
-        assert tilepress.load(out).kv_state.calibration.name == name
+@pytest.mark.parametrize("budget,name", [(16, "bfloat16"), (4, "int4 static, row-wise")])
+def test_budgets_that_buy_everything_and_just_one_form(checkpoint_of, tmp_path, budget, name):
+    run_recipe(KVCache("auto", budget=budget), checkpoint_of("llama"), tmp_path / "out", text=few_words(2, 32))
+    assert tilepress.load(tmp_path / "out").kv_state.calibration.name == name
 
 
 def test_forms_of_head_dimensions():

@@ -26,9 +26,7 @@ class KVCache(Recipe):
 
     Raises UsageError for an unknown choice or two that contradict each other."""
 
-    bits: int | str = (
-        4  # of a stored key or value: 4 | 8 | "auto", each layer's keys and values have the form that serves them best
-    )
+    bits: int | str = 4  # of a stored key or value: 4 | 8 | "auto": forms by layer, for keys and values, under `budget`
     group_size: int | None = None  # channels that share a scale, 4 bits: 128 | 64 | 32; None: the head dimension
     mode: str = "dynamic"  # dynamic: scales with every token | static: calibrated and stored once
     rotation: str = "auto"  # of keys and queries: auto, if it lowers the error | none | hadamard

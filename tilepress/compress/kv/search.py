@@ -1,8 +1,8 @@
 """The search of `compress kv`: mean, scale, error weight and clip of a layer's keys and values, by the error of the attention's output.
 
 Per KV head and channel a mean and a scale are kept: scale = reach^alpha, keys' shared by the pairs that RoPE turns, so that both fold into what
-is around the attention (SmoothAttention of QServe, Lin et al. 2024, arXiv 2405.04532, with a searched exponent). alpha and clip of keys and
-of values are those of a small grid with the least error of the attention's output on sampled queries.
+is around the attention (SmoothAttention of QServe, Lin et al. 2024, arXiv 2405.04532, with a searched exponent). alpha of each KV head and clip, for keys
+and for values, are those of a small grid with the least error of the attention's output on sampled queries.
 
 Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of a rotated row are alike in all channels, so a scale a_c makes
 the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
@@ -11,7 +11,7 @@ root mean squares: there scale = (k / q)^alpha.
 A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
 its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
 2402.17762). So means may be moved, by at most half a step of that row, until it lies on the grid of its own codes: it is stored exactly, and other rows find
-their scales around means that are a little off. The grid has each alpha with and without.
+their scales around means that are a little off. The grid has each alpha with and without, for each head.
 
 Static ranges of keys must hold at positions that calibration never saw. RoPE turns a pair of channels and leaves its length: so the range of
 both is the largest length that was seen, around 0.
@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
     rotate: bool
     side: Side
     cost: float  # relative squared error of the attention's output with this side quantized alone
-    facts: dict  # alpha and clip
+    facts: dict  # of each KV head alpha, and in 4 bits whether the first token is stored exactly; clip
 
 
 class Search:
@@ -52,13 +52,19 @@ class Search:
         self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
         self.power = max(sum(float(out.square().sum()) for out in self.exact), 1e-30)
 
-    def error(self, **quantized: list[Tensor]) -> float:
-        """Return the relative squared error of the attention's outputs with keys, values or both of the samples replaced."""
-        off = 0.0
+    def errors(self, **quantized: list[Tensor]) -> Tensor:
+        """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
+
+        They are relative to the power of all heads' outputs, and add up to the layer's."""
+        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64)
         for i, (sample, out) in enumerate(zip(self.seen.samples, self.exact, strict=True)):
             replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
-            off += float((attend(replaced, self.seen.scaling) - out).square().sum())
+            off += (attend(replaced, self.seen.scaling) - out).square().sum((1, 2, 3), dtype=torch.float64).cpu()
         return off / self.power
+
+    def error(self, **quantized: list[Tensor]) -> float:
+        """Return the relative squared error of the layer's outputs."""
+        return float(self.errors(**quantized).sum())
 
     def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
         """Return the samples' keys or values [heads, tokens, D] float32 as they come back from the cache."""
@@ -67,7 +73,7 @@ class Search:
         return [fake_quantize(x, form, *side, turned, form.refits).transpose(0, 1) for x in rows]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
-        """Return the side with the least output error on the grid, searched once; values are never rotated."""
+        """Return the side whose heads have the least output error on the grid, searched once; values are never rotated."""
         wanted = what, form, rotate and what == "key"
         if wanted not in self._found:
             self._found[wanted] = self._best(*wanted)
@@ -75,9 +81,8 @@ class Search:
 
     def _best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         if form.bits == 16:
-            return Candidate(
-                form, False, Side(None), self.error(**{what: self.back(what, form, Side(None), False)}), {}
-            )
+            cost = self.error(**{what: self.back(what, form, Side(None), False)})
+            return Candidate(form, False, Side(None), cost, {})
         sides = {
             (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
@@ -88,19 +93,22 @@ class Search:
                 for (alpha, clip, _), side in sides.items()
                 if clip == 1.0 or form.static
             }
-        costs = {point: self.error(**{what: self.back(what, form, side, rotate)}) for point, side in sides.items()}
-        point = min(costs, key=costs.get)
-        facts = {f"{what}_alpha": point[0], f"{what}_clip": point[1]}
+        costs = {point: self.errors(**{what: self.back(what, form, side, rotate)}) for point, side in sides.items()}
+        by_clip = {clip: [point for point in costs if point[1] == clip] for clip in CLIPS[form.static]}
+        least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
+        clip = min(least, key=lambda clip: float(least[clip].values.sum()))
+        points = [by_clip[clip][i] for i in least[clip].indices.tolist()]  # of each head
+        channels = torch.stack([sides[point].channels[:, head] for head, point in enumerate(points)], 1)
+        fixed = torch.stack([sides[p].fixed[head] for head, p in enumerate(points)]) if form.static else None
+        facts = {f"{what}_alpha": [point[0] for point in points], f"{what}_clip": clip}
         if form.bits == 4:
-            facts[f"{what}_first_exact"] = point[2]
-        return Candidate(form, rotate, sides[point], costs[point], facts)
+            facts[f"{what}_first_exact"] = [point[2] for point in points]
+        return Candidate(form, rotate, Side(channels, fixed, clip), float(least[clip].values.sum()), facts)
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
-        exact, back = (
-            [getattr(sample, what) for sample in self.seen.samples],
-            self.back(what, chosen.form, chosen.side, chosen.rotate),
-        )
+        exact = [getattr(sample, what) for sample in self.seen.samples]
+        back = self.back(what, chosen.form, chosen.side, chosen.rotate)
         off = sum(float((found - x).square().sum()) for found, x in zip(back, exact, strict=True))
         facts = {f"{what}_error": (off / max(sum(float(x.square().sum()) for x in exact), 1e-30)) ** 0.5}
         if chosen.form.static:
