@@ -5,12 +5,26 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Bos, Dataset, Model, Output, Samples, Seed, Seqlen, Writing, parse_dtype, reading, takes
+from tilepress.cli.flags import (
+    Bos,
+    Dataset,
+    Model,
+    Output,
+    Samples,
+    Seed,
+    Seqlen,
+    Writing,
+    parse_dtype,
+    parse_share,
+    reading,
+    takes,
+)
 from tilepress.cli.making import Words, make, result_text, say_next
 from tilepress.cli.terminal import table
 from tilepress.formats import UsageError
 
-EXAMPLE = "tilepress compress quantize MODEL -o int8 --activations tensor --smooth auto --dataset text.jsonl"
+EXAMPLE = "tilepress compress quantize MODEL -o int8 --dataset text.jsonl"
+_MASSIVE = 300  # times the root mean square of a usual token: only tokens that serve as a sink come near
 
 
 @takes(Writing)
@@ -78,7 +92,7 @@ def quantize(
     \b
     --activations   scale of inputs      text  accuracy  vLLM  kernel
     token           per token, run time  no    good      yes   W8A8 + reduction
-    tensor          one, calibrated      yes   fair      yes   W8A8
+    tensor          one, calibrated      yes   fair      yes   W8A8; the worst layers per token
     tensor-asym     one + zero point     yes   fair      yes   W8A8 + zero point
     channel         folded into weights  yes   good      yes   W8A8
     tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
@@ -86,24 +100,23 @@ def quantize(
 
     Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
     With the cuda extra and a card from sm_80 on the kernels are our own; elsewhere references serve, no faster than dense.
-    Perplexity moved by +0.02 to +0.9 % on two small models, tensor-dynamic by up to +2.7 %; static ranges without smoothing fail where
-    channels are outliers: add --smooth auto. Measured figures: docs/int8.md.
+    Recommended: --dataset with text like what the model will see, and nothing else. Factors then take outliers out of the inputs, and GPTQ
+    rounds the weights; without text a pretrained model can lose several times as much. Measured figures: docs/int8.md.
     """
     chosen = None
     if observer is not None:
         chosen = tilepress.Observer(observer) if percentile is None else tilepress.Observer(observer, percentile)
     if percentile is not None and observer != "percentile":
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
-    recipe, text = (
-        tilepress.Quantize(weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding),
-        None,
-    )
+    share, text = None if dynamic is None else parse_share(dynamic), None
+    settings = weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding, share
+    recipe = tilepress.Quantize(*settings)
     if recipe.needs_text or dataset is not None:
         text = reading(dataset, nsamples, seqlen, seed, bos)
     elif nsamples is not None or seqlen is not None or bos != "auto":
         raise UsageError(
             f"--activations {activations} without --smooth reads no text, but --nsamples, --seqlen or --bos is given",
-            "add --dataset to measure output errors on it, or leave them out",
+            "add --dataset to calibrate on it, or leave them out",
         )
     if make(model, output, recipe, text, how, Words("quantizing", _result_text)):
         say_next(output, model, how)
@@ -131,6 +144,7 @@ def _layers_text(facts: dict) -> str:
         lines.append("\n  output errors were not measured: no --dataset")
         return "\n".join(lines)
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
+    lines += _statistics_text(calibration["inputs"])
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
     done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")
@@ -142,3 +156,26 @@ def _layers_text(facts: dict) -> str:
         names = [item["weights"][0] for item in alone if item["left_alone"] == reason]
         lines.append(f"  {not_done} {len(names)} x {reason}: {', '.join(names[:2])}{' …' if len(names) > 2 else ''}")
     return "\n".join(lines)
+
+
+def _statistics_text(inputs: list[dict]) -> list[str]:
+    """Return what the inputs' statistics say: massive activations, and the layers that have a scale per token for them."""
+    lines = []
+    massive = sorted((i for i in inputs if i.get("massive", 0) >= _MASSIVE), key=lambda item: -item["massive"])
+    if massive:
+        told = [f"{i['weights'][0]} (up to {i['reach']:,.0f}, {i['massive']:,.0f} times the usual)" for i in massive]
+        lines.append(
+            f"  massive    {len(massive)} of {len(inputs)} inputs have values of an attention sink: {', '.join(told[:3])}"
+            f"{' …' if len(told) > 3 else ''}"
+        )
+    excepted = [name for item in inputs if item.get("per_token") for name in item["weights"]]
+    if excepted:
+        more = " …" if len(excepted) > 3 else ""
+        lines.append(
+            f"  per token  {len(excepted)} weights' inputs, which a static range serves worst: {', '.join(excepted[:3])}{more}"
+        )
+    elif massive and any("range" in item for item in massive):
+        lines.append(
+            "  a static range cannot hold these and usual values: --dynamic 10% gives the worst layers a scale per token"
+        )
+    return lines

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from tilepress.cli.quantize import _statistics_text
 from tilepress.compress.layers.groups import Group
+from tilepress.compress.layers.moments import Moments
 from tilepress.compress.quantize.gptq import DAMPING, Rounding
+from tilepress.compress.quantize.inputs import Input, Settings
+from tilepress.compress.quantize.observers import Observer
 from tilepress.compress.quantize.smoothing import learned_factors, smooth_factors
 from tilepress.formats import TilepressError, int8
 
@@ -80,6 +84,26 @@ def test_learned_factors_lower_the_error_of_outputs(repeat):
     reach, columns = group.shared(x.abs().amax(0)), group.shared(weight.abs().amax(0))
     best = min(error(smooth_factors(reach, columns, alpha / 10)) for alpha in range(11))
     assert error(learned) < 0.9 * best < 0.9 * error(torch.ones_like(learned))
+
+
+def test_a_sinks_values_are_told_and_do_not_rule_the_weights_of_tokens():
+    settings = Settings(int8.Int8Scheme(), Observer(), "learn", "gptq", 0.0, None)
+    item, linear, x = (
+        Input(Group(("a",), None), settings, torch.float32, 0),
+        torch.nn.Linear(64, 8),
+        _correlated(256, 64),
+    )
+    x[0] *= 1e4
+    item.start()
+    item.see(x[None], counting=True)
+    item.fold({"a": linear}, {})
+    record = item.record({"a": "a.weight"})
+    assert record["reach"] == float(x.abs().max())
+    assert record["massive"] == pytest.approx(float(x.abs().max() / x.square().mean(1).median().sqrt()), rel=0.01)
+    plain = Moments(64)
+    plain.add(x[1:], "a")
+    assert item.moments.norms.norm() < 3 * plain.norms.norm()
+    assert "sink" in "".join(_statistics_text([record]))
 
 
 def test_factors_of_inputs_without_values_stay_finite():

@@ -81,9 +81,9 @@ class Layer:
         return groups
 
     def outputs(self, stream: str = HIDDEN) -> Iterator[Tensor]:
-        """Yield the loaded layer's output for each window of a stream, on the CPU in the stream's dtype."""
+        """Yield the loaded layer's output for each window of a stream, in the stream's dtype and where the stream is."""
         for h in self.streams[stream]:
-            yield self.model.run(self.path, h).to(h.dtype).cpu()
+            yield self.model.run(self.path, h).to(h.device, h.dtype)
 
     def advance(self, stream: str = HIDDEN) -> None:
         """Replace each window of a stream by the loaded layer's output for it."""

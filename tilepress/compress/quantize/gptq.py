@@ -28,16 +28,17 @@ class Rounding:
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return int8 codes [out, in] for a weight [out, in] float32 and its scale [out, 1] or [1]."""
         columns = weight[:, self.order].t().contiguous()  # a column's elements lie together
-        scale, codes = scale.float().reshape(-1), torch.empty_like(columns, dtype=torch.int8)
+        scale, codes = scale.float().reshape(-1), torch.empty_like(columns)
         for first in range(0, len(columns), BLOCK):
             last = min(first + BLOCK, len(columns))
             part, errors = columns[first:last], torch.empty_like(columns[first:last])
             ahead = self.inverse[first:last, first:] / self.inverse.diagonal()[first:last, None]
             for j in range(last - first):
-                codes[first + j] = int8.quantize(part[j], scale)
+                # What int8.quantize does to finite values, in few launches.
+                codes[first + j] = (part[j] / scale).round_().clamp_(int8.QMIN, int8.QMAX)
                 errors[j] = part[j] - codes[first + j] * scale
                 part[j + 1 :].addr_(ahead[j, j + 1 : last - first], errors[j], alpha=-1)
             columns[last:].addmm_(ahead[:, last - first :].t(), errors, alpha=-1)
         found = torch.empty_like(codes)
         found[self.order] = codes
-        return found.t().contiguous()
+        return found.t().to(torch.int8).contiguous()

@@ -76,6 +76,8 @@ class Input:
         self.errors: list[float] | None = None
         self.borrowed = False
         self.typical: Tensor | None = None  # squared norm of a token of it
+        self.reach: float | None = None  # the largest magnitude, before factors divided it
+        self.massive: float | None = None  # how many times that is the root mean square of a typical token's values
         self.moments: Moments | None = None
         self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
         self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
@@ -152,6 +154,9 @@ class Input:
         `divisors` are the factors that are folded into the outputs of linear layers."""
         if not self.settings.weighs_tokens:
             return
+        if self.stats.tokens:
+            self.reach = float(torch.maximum(self.stats.high, -self.stats.low).max())
+            self.massive = self.reach / float(self.typical / len(self.stats.high)) ** 0.5
         columns = 1.0 if self.factors is None else self.group.spread(self.factors)
         self.folded = [weight * columns for weight in self.weights(modules)]
         for path, weight in zip(self.group.linears, self.folded, strict=True):
@@ -263,6 +268,8 @@ class Input:
             found |= {"alpha": self.alpha, "folded_into": self.group.producer if self.factors is not None else None}
             if self.factors is None:
                 found["left_alone"] = self.left_alone
+        if self.massive is not None:
+            found |= {"reach": self.reach, "massive": round(self.massive, 1)}
         if self.gain is not None:
             found |= {"gain": self.gain}
             found["per_token_error"] = dict(zip(found["weights"], self.errors_per_token, strict=True))

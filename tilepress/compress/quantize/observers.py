@@ -5,6 +5,7 @@ asymmetric); `mse` takes the range with the least mean squared rounding and clip
 all values by their leading 18 bits (sign, exponent and 9 bits of the mantissa: bins at most 0.2 % wide).
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +62,7 @@ class InputStats:
     histogram: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
     _rows: list[Tensor] = field(default_factory=list)
     _keys: list[Tensor] = field(default_factory=list)
+    _bound: float = math.inf  # the largest key of a full sample
 
     def add(self, x: Tensor, name: str, counting: bool = True) -> None:
         """x [..., channels]. Raises TilepressError naming the layer if a value is not finite."""
@@ -87,6 +89,7 @@ class InputStats:
         """A uniform sample of all rows, the same for the same order of calls: the rows with the smallest of random keys stay."""
         keys = torch.rand(len(x), generator=torch.Generator().manual_seed(self.seed + self.tokens))
         chosen = keys.argsort()[: self.max_rows].sort().values
+        chosen = chosen[keys[chosen] < self._bound]  # others would not stay
         self._rows.append(x[chosen.to(x.device)])
         self._keys.append(keys[chosen])
         if sum(map(len, self._rows)) > 2 * self.max_rows:
@@ -96,6 +99,8 @@ class InputStats:
         rows, keys = torch.cat(self._rows), torch.cat(self._keys)
         chosen = keys.argsort()[: self.max_rows].sort().values
         self._rows, self._keys = [rows[chosen.to(rows.device)]], [keys[chosen]]
+        if len(chosen) == self.max_rows:
+            self._bound = float(keys[chosen].max())
 
     def divide(self, columns: Tensor) -> None:
         """Take it that every input had been divided by columns [channels], all positive; the histogram is of inputs as they were."""

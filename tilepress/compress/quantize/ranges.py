@@ -4,7 +4,7 @@ For each layer: which linear layers share an input (they get one scale), with sm
 reach, the factors of each group and their fold, then a pass for the ranges. Learned factors need no second pass: what the first one saw is
 divided by them. The outputs of the unfolded layer are the next layer's inputs. The float model runs: its activations do not depend on how
 earlier layers were quantized. Memory is the embeddings, one layer, its statistics, for GPTQ the second moments of all its inputs, and the
-hidden states of all windows (with smoothing twice), kept on the CPU in the model's dtype.
+hidden states of all windows (twice where a second pass is made), on the device in the model's dtype.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tilepress.compress.layers.groups import apply, watch_inputs
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.layers.walk import CALIBRATION, Found, Layer, Visitor, Walk, check_inside
+from tilepress.compress.layers.walk import CALIBRATION, HIDDEN, Found, Layer, Visitor, Walk, check_inside
 from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
@@ -72,6 +72,7 @@ class _Ranges(Visitor):
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         check_inside(model)
+        streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         return _calibrate_layer(layer, self.settings, self.dtype)
