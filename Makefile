@@ -5,7 +5,12 @@ VENV := .venv
 READY := $(VENV)/.ready
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
-.PHONY: demo test test-gpu clean
+FUZZ_SECONDS ?= 600
+READERS ?= $(shell ls tests/fuzz/seeds)
+KILLS ?= 200
+SANITIZER ?= compute-sanitizer
+
+.PHONY: demo test test-gpu fuzz kills sanitize clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -19,6 +24,25 @@ test: $(READY)
 # and test modules that need a package which it lacks are skipped.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# Each reader of files for FUZZ_SECONDS, guided by coverage; what one does not survive is put into tests/fuzz/found.
+fuzz: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	for reader in $(READERS); do \
+	    OMP_NUM_THREADS=1 $(VENV)/bin/python tests/fuzz/run.py $$reader --seconds $(FUZZ_SECONDS) || exit 1; \
+	done
+
+# Runs killed at random moments, and disks that are full from each write on: resumed, they must give the same bytes.
+kills: $(READY)
+	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS)
+	FULL_DISK=all $(VENV)/bin/python -m pytest -s tests/compress/run/test_full_disk.py
+
+# Kernels under NVIDIA's checkers, one after the other; it needs a card and takes long. PYTHON runs them, as for test-gpu.
+sanitize:
+	for tool in memcheck racecheck synccheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 9 --target-processes all \
+	        $(PYTHON) -m pytest -x -m gpu tests/kernels || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV)

@@ -22,7 +22,6 @@ from safetensors.torch import save, save_file
 from tilepress.compress.run.lock import _read as read_lock
 from tilepress.compress.run.plan import done_record
 from tilepress.eval import other_tools
-from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, int8, kv_calibration, tiled_bitmap, tiled_csl
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -160,11 +159,6 @@ def _manifest() -> dict[str, bytes]:
         "files": [{"name": "config.json", "bytes": 3, "sha256": "0" * 64}],
     }  # fmt: skip
     return {"sound": json.dumps(found).encode()}
-
-
-def _look_at_manifest(path: Path) -> None:
-    read_manifest(path.parent)
-    json.dumps(inspect(path.parent).to_json())
 
 
 @cache
@@ -320,7 +314,7 @@ READERS = {
     "header": Reader(_as_file("fuzzed.bin", read_header), _headers),
     "index": Reader(_as_file(INDEX_NAME, _open), _index),
     "config": Reader(_as_file("config.json", _look_at_config), _config),
-    "manifest": Reader(_as_file(MANIFEST_NAME, _look_at_manifest), _manifest),
+    "manifest": Reader(_as_file(MANIFEST_NAME, lambda path: read_manifest(path.parent)), _manifest),
     "json": Reader(_as_file("any.json", read_json), _manifest),
     "kv-facts": Reader(
         _as_file("kv_cache/kv_cache.json", _calibrated), lambda: {"sound": _calibration()[kv_calibration.FACTS_NAME]}

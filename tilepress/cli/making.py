@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tilepress
 from tilepress.cli.flags import Making
-from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, size, table
+from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, settle_threads, size, table
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -69,6 +69,7 @@ def make(
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
     quiet_libraries()
+    settle_threads(how.threads, how.quiet or how.dry_run)
     run = tilepress.plan(
         model, output, recipe, dataset=text, trust_remote_code=how.trust_remote_code, revision=how.revision
     )

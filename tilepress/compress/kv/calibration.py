@@ -17,7 +17,7 @@ from tilepress.compress.layers.walk import Found, Layer, Visitor, Walk
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target, find_targets
 from tilepress.formats import UsageError, dtype_name
-from tilepress.formats.artifact import write_atomic
+from tilepress.formats.artifact import disk_errors, write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import FOLDER, KVCalibration, Side, to_files, weights_hash
 from tilepress.formats.kv_int4 import KVFormat
@@ -45,7 +45,8 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     found = Walk.over_text(plan, "kv", _Search(settings, targets), device, progress).run()
     rotates, facts = found.facts["rotates"], {key: value for key, value in found.facts.items() if key != "rotates"}
     calibration = KVCalibration(form, shape.kv_heads, tuple(_sides(found)), rotates, form.refits, facts)
-    (plan.work / FOLDER).mkdir(exist_ok=True)
+    with disk_errors(plan.work / FOLDER):
+        (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(calibration, weights_hash(source)).items():
         write_atomic(plan.work / name, content, plan.work)
 
