@@ -32,10 +32,11 @@ fuzz: $(READY)
 	    OMP_NUM_THREADS=1 $(VENV)/bin/python tests/fuzz/run.py $$reader --seconds $(FUZZ_SECONDS) || exit 1; \
 	done
 
-# Runs killed at random moments, and disks that are full from each write on: resumed, they must give the same bytes.
+# Runs killed at random moments, and disks that are full from each write on: resumed, they must give the same bytes. Then a
+# byte changed in every structure of artifacts: it must be found.
 kills: $(READY)
 	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS)
-	FULL_DISK=all $(VENV)/bin/python -m pytest -s tests/compress/run/test_full_disk.py
+	FULL_DISK=all DAMAGE=all $(VENV)/bin/python -m pytest -s tests/compress/run/test_full_disk.py tests/fuzz/test_damage.py
 
 # Kernels under NVIDIA's checkers, one after the other; it needs a card and takes long. PYTHON runs them, as for test-gpu.
 sanitize:

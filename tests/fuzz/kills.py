@@ -94,7 +94,8 @@ def main() -> None:
         code = ended(start(source, output, recipe, how), 600)
         if code != 0 or digest(output) != whole[name]:
             wrong.append(f"{name}, round {rounds[name]}: exit code {code}")
-            shutil.copytree(output, work / f"wrong-{len(wrong)}")
+            if output.exists():
+                shutil.copytree(output, work / f"wrong-{len(wrong)}")
         elif rounds[name] == 1:
             assert tilepress.verify(output, reload=False).passed, name
         shutil.rmtree(output, ignore_errors=True)
