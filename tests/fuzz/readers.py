@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save, save_file
 
-from tilepress.compress.run.lock import _read as read_lock
+from tilepress.compress.run.lock import holder_of
 from tilepress.compress.run.plan import done_record
 from tilepress.eval import other_tools
 from tilepress.formats import TilepressError, int8, kv_calibration, tiled_bitmap, tiled_csl
@@ -204,7 +204,7 @@ def _look_at_record(path: Path) -> object:
 
 def _look_at_lock(path: Path) -> str:
     with open(path, "rb") as file:
-        return read_lock(file.fileno())
+        return holder_of(file.fileno())
 
 
 # --- packed weights ---
