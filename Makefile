@@ -6,7 +6,12 @@ READY := $(VENV)/.ready
 REAL := $(VENV)/real
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
-.PHONY: demo test test-gpu test-real test-vllm clean
+FUZZ_SECONDS ?= 600
+READERS ?= $(shell ls tests/fuzz/seeds)
+KILLS ?= 200
+SANITIZER ?= compute-sanitizer
+
+.PHONY: demo test test-gpu test-real test-vllm fuzz kills sanitize clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -44,6 +49,26 @@ $(VENV_VLLM)/.ready: pyproject.toml constraints.txt Makefile
 	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check scipy "numpy<2.4" datasets typer rich pytest pytest-timeout pytest-xdist hypothesis
 	$(VENV_VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $(VENV_VLLM)/.ready
+
+# Each reader of files for FUZZ_SECONDS, guided by coverage; what one does not survive is put into tests/fuzz/found.
+fuzz: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	for reader in $(READERS); do \
+	    OMP_NUM_THREADS=1 $(VENV)/bin/python tests/fuzz/run.py $$reader --seconds $(FUZZ_SECONDS) || exit 1; \
+	done
+
+# Runs killed at random moments, and disks that are full from each write on: resumed, they must give the same bytes. Then a
+# byte changed in every structure of artifacts: it must be found.
+kills: $(READY)
+	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS)
+	FULL_DISK=all DAMAGE=all $(VENV)/bin/python -m pytest -s tests/compress/run/test_full_disk.py tests/fuzz/test_damage.py
+
+# Kernels under NVIDIA's checkers, one after the other; it needs a card and takes long. PYTHON runs them, as for test-gpu.
+sanitize:
+	for tool in memcheck racecheck synccheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 9 --target-processes all \
+	        $(PYTHON) -m pytest -x -m gpu tests/kernels || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM)

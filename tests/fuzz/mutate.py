@@ -1,5 +1,6 @@
 """Changes of bytes that readers may meet: of any bytes, and of what JSON says, so that it stays JSON."""
 
+import copy
 import json
 import random
 import struct
@@ -66,10 +67,10 @@ def _change(root: list, rng: random.Random) -> None:
         del container[key]
     elif kind == 1:
         other, where = rng.choice(places)
-        container[key] = json.loads(json.dumps(other[where])) if (other, where) != (root, 0) else None
+        container[key] = copy.deepcopy(other[where]) if other is not root else None
     elif kind == 2 and isinstance(container[key], dict):
-        container[key][rng.choice(("x", "", "\ud800", "weight", "model.norm.weight"))] = rng.choice(ODD)
+        container[key][rng.choice(("x", "", "\ud800", "weight", "model.norm.weight"))] = copy.deepcopy(rng.choice(ODD))
     elif kind == 3 and isinstance(container[key], int | float) and not isinstance(container[key], bool):
         container[key] += rng.choice((1, -1, 0.5, 64, -64))
     else:
-        container[key] = rng.choice(ODD)
+        container[key] = copy.deepcopy(rng.choice(ODD))

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from safetensors.torch import save, save_file
 
-from tilepress.compress.run.lock import _read as read_lock
+from tilepress.compress.run.lock import holder_of
 from tilepress.compress.run.plan import done_record
 from tilepress.eval import other_tools
-from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, int8, kv_calibration, tiled_bitmap, tiled_csl
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
@@ -162,11 +161,6 @@ def _manifest() -> dict[str, bytes]:
     return {"sound": json.dumps(found).encode()}
 
 
-def _look_at_manifest(path: Path) -> None:
-    read_manifest(path.parent)
-    json.dumps(inspect(path.parent).to_json())
-
-
 @cache
 def _calibration() -> dict[str, bytes]:
     form = KVFormat(head_dim=32, bits=4, group_size=32, static=False)
@@ -210,7 +204,7 @@ def _look_at_record(path: Path) -> object:
 
 def _look_at_lock(path: Path) -> str:
     with open(path, "rb") as file:
-        return read_lock(file.fileno())
+        return holder_of(file.fileno())
 
 
 # --- packed weights ---
@@ -320,7 +314,7 @@ READERS = {
     "header": Reader(_as_file("fuzzed.bin", read_header), _headers),
     "index": Reader(_as_file(INDEX_NAME, _open), _index),
     "config": Reader(_as_file("config.json", _look_at_config), _config),
-    "manifest": Reader(_as_file(MANIFEST_NAME, _look_at_manifest), _manifest),
+    "manifest": Reader(_as_file(MANIFEST_NAME, lambda path: read_manifest(path.parent)), _manifest),
     "json": Reader(_as_file("any.json", read_json), _manifest),
     "kv-facts": Reader(
         _as_file("kv_cache/kv_cache.json", _calibrated), lambda: {"sound": _calibration()[kv_calibration.FACTS_NAME]}

@@ -80,6 +80,8 @@ class _Interrupt:
 
 def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
+    # Before torch is imported: threads that wait then sleep, and do not spin away the time of those that they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)

@@ -29,6 +29,12 @@ Model = Annotated[
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or one for each usable core]", show_default=False
+    ),
+]
 Memory = Annotated[
     float, typer.Option(metavar="GIB", callback=_size, help="For the attention cache: tells the context that fits.")
 ]
@@ -96,6 +102,7 @@ class Making:
     world_size: ClassVar[int | None] = None
     share: ClassVar[tuple[int, int]] = (0, 1)  # this worker, of how many
     device: Device = "auto"
+    threads: Threads = None
     overwrite: Overwrite = False
     resume: Resume = False
     dry_run: DryRun = False

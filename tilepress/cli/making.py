@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tilepress
 from tilepress.cli.flags import Making
-from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, size, table
+from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, settle_threads, size, table
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -76,6 +76,7 @@ def make(
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
     quiet_libraries()
+    settle_threads(how.threads, how.quiet or how.dry_run)
     options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
     run = tilepress.plan(model, output, recipe, dataset=text, **options)
     for warning in run.warnings:

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Trust, parse_dtype, parse_share
-from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, say, table, with_error
+from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Threads, Trust, parse_dtype, parse_share
+from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, say, settle_threads, table, with_error
 from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
@@ -66,6 +66,7 @@ def perplexity(
         ),
     ] = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     trust_remote_code: Trust = False,
     revision: Revision = None,
     json_: Json = False,
@@ -82,6 +83,7 @@ def perplexity(
     from tilepress.runtime.parallel.group import TensorParallel
 
     quiet_libraries()
+    settle_threads(threads, quiet)
     group = TensorParallel.start(find_device(device))
     is_first = group is None or group.rank == 0
     with Bar("perplexity", quiet or not is_first) as bar:

@@ -111,6 +111,15 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
 
 
+def settle_threads(count: int | None, quiet: bool) -> None:
+    """Compute with so many threads, and give a hint where others would be faster."""
+    from tilepress.device import use_threads
+
+    hint = use_threads(count)
+    if hint and not quiet:
+        say(f"hint: {hint}")
+
+
 def left_alone(reasons: dict[str, str]) -> str:
     """Return a line for each reason, with the first names."""
     lines = []

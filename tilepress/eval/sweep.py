@@ -16,7 +16,7 @@ from tilepress.compress.run.api import compress, text_for
 from tilepress.device import find_device
 from tilepress.eval.perplexity import Protocol, measure
 from tilepress.formats import UsageError
-from tilepress.formats.artifact import WORK_FOLDER, to_json, write_atomic
+from tilepress.formats.artifact import WORK_FOLDER, disk_errors, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, open_model
 from tilepress.runtime.loader import load
 from tilepress.text import EVALUATION, Text, check_source, default_seqlen, load_tokenizer
@@ -152,7 +152,8 @@ def _rows_so_far(output: Path, identity: dict, resume: bool, overwrite: bool) ->
             f"{output} is not empty",
             "continue a sweep with --resume, replace it with --overwrite, or choose another -o DIR",
         )
-    output.mkdir(parents=True, exist_ok=True)
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
     if not found.exists():
         return []
     before = json.loads(found.read_text())

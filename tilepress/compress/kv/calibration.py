@@ -18,7 +18,7 @@ from tilepress.compress.layers.walk import Found, Layer, Visitor, Walk
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target, find_targets
 from tilepress.formats import UsageError, dtype_name
-from tilepress.formats.artifact import write_atomic
+from tilepress.formats.artifact import disk_errors, write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import FOLDER, CachedLayer, KVCalibration, Side, to_files, weights_hash
 from tilepress.formats.kv_int4 import KVFormat, forms_of
@@ -50,7 +50,8 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     facts = {key: value for key, value in found.facts.items() if key not in _CHOICES}
     layers, refits = tuple(visitor.layers(found)), max(form.refits for form in settings.forms)
     calibration = KVCalibration(shape.kv_heads, layers, refits, facts)
-    (plan.work / FOLDER).mkdir(exist_ok=True)
+    with disk_errors(plan.work / FOLDER):
+        (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(calibration, weights_hash(source)).items():
         write_atomic(plan.work / name, content, plan.work)
 

@@ -41,7 +41,7 @@ class Lock:
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = _read(file)
+                holder = holder_of(file)
                 os.close(file)
                 raise UsageError(
                     f"another run is writing {self.output}: {holder}",
@@ -82,7 +82,7 @@ def _is_at(file: int, path: Path) -> bool:
     return False
 
 
-def _read(file: int) -> str:
+def holder_of(file: int) -> str:
     """Return who wrote a lock's file."""
     try:
         holder = json.loads(os.pread(file, 1000, 0))

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
 from tilepress.compress.run.stages import Stages, add
 from tilepress.compress.run.targets import Target
+from tilepress.device import usable_cores
 from tilepress.formats import TilepressError, dtype_name
 from tilepress.formats.artifact import ShardWriter, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
@@ -52,7 +53,7 @@ def run_parallel(
     cards = torch.cuda.device_count() if device == "cuda" else 0
     context = multiprocessing.get_context("spawn")
     lifeline, held = context.Pipe(duplex=False)  # closed when this process lets go of it, or dies
-    setup = (max(1, (os.cpu_count() or 1) // workers), lifeline)
+    setup = (max(1, usable_cores() // workers), lifeline)
     with held, lifeline, ProcessPoolExecutor(workers, context, _setup_worker, setup) as pool:
         try:
             waiting = {}

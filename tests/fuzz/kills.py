@@ -1,0 +1,116 @@
+"""Runs killed at random moments and resumed: `make kills`, or `python tests/fuzz/kills.py --kills 200`.
+
+Each round starts a run, kills it with SIGKILL after a random time, up to four times, resumes it to its end, and compares every
+byte with the run that nobody stopped. `verify` looks at one of each kind.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+from support.artifacts import few_words  # noqa: E402
+from support.families import build  # noqa: E402
+from support.interruption import digest  # noqa: E402
+
+import tilepress  # noqa: E402
+from tilepress import KVCache, Prune, Quantize  # noqa: E402
+
+RUNS = {  # what is run, and how
+    "prune": (Prune(0.6), {}),
+    "prune, a global threshold": (Prune(0.6, scope="global"), {}),
+    "prune by Wanda": (Prune(0.6, method="wanda"), {"dataset": few_words(4, 32)}),
+    "quantize": (Quantize(), {}),
+    "quantize, calibrated": (Quantize(activations="tensor"), {"dataset": few_words(4, 32)}),
+    "kv": (KVCache(), {"dataset": few_words(4, 32)}),
+    "prune, then quantize": ([Prune(0.6), Quantize()], {}),
+    "prune with two workers": (Prune(0.6), {"workers": 2}),
+}
+
+
+def start(source: Path, output: Path, recipe, how: dict) -> int:
+    """Fork a process that runs to the end, or until it is killed; return its number."""
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(null, number)
+    try:
+        tilepress.compress(source, output, recipe, device="cpu", resume=True, **how)
+        os._exit(0)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def ended(pid: int, within_s: float) -> int | None:
+    """Wait; return the exit code, or None of a process that still runs."""
+    until = time.monotonic() + within_s
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.001)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further round after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    rng, began, work = random.Random(asked.seed), time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
+    source = build(work / "source", "llama", torch.bfloat16, "200KB", {})
+    whole, seconds, kills, rounds, wrong = {}, {}, {}, {}, []
+    while sum(kills.values()) < asked.kills and time.monotonic() - began < asked.seconds:
+        name = list(RUNS)[sum(rounds.values()) % len(RUNS)]
+        recipe, how = RUNS[name]
+        if name not in whole:
+            at = time.monotonic()
+            assert ended(start(source, work / "whole", recipe, how), 600) == 0, name
+            seconds[name], whole[name] = time.monotonic() - at, digest(work / "whole")
+            shutil.rmtree(work / "whole")
+        output = work / "out"
+        rounds[name] = rounds.get(name, 0) + 1
+        for _ in range(rng.randint(1, 4)):
+            pid = start(source, output, recipe, how)
+            if ended(pid, rng.uniform(0, seconds[name])) is None:
+                os.killpg(pid, signal.SIGKILL) if rng.random() < 0.5 else os.kill(pid, signal.SIGKILL)
+                kills[name] = kills.get(name, 0) + (ended(pid, 60) == -signal.SIGKILL)  # else it was quicker
+        code = ended(start(source, output, recipe, how), 600)
+        if code != 0 or digest(output) != whole[name]:
+            wrong.append(f"{name}, round {rounds[name]}: exit code {code}")
+            if output.exists():
+                shutil.copytree(output, work / f"wrong-{len(wrong)}")
+        elif rounds[name] == 1:
+            assert tilepress.verify(output, reload=False).passed, name
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.rmtree(f"{output}.steps", ignore_errors=True)
+    for name in rounds:
+        print(f"{name}: {kills.get(name, 0)} kills in {rounds[name]} runs of {seconds[name]:.1f} s")
+    good = sum(rounds.values()) - len(wrong)
+    print(
+        f"{sum(kills.values())} kills; {good} of {sum(rounds.values())} resumed runs have the bytes of one not stopped"
+    )
+    if wrong:
+        print(*wrong, f"kept in {work}", sep="\n")
+        sys.exit(1)
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
