@@ -227,7 +227,10 @@ def spoil_model(rng: random.Random, folder: Path) -> str:
         for p in files
     ]
     path = rng.choices(files, weights)[0]
-    return rng.choice([*kinds.get(path.suffix, [spoil_bytes]), spoil_file])(rng, path)
+    try:
+        return rng.choice([*kinds.get(path.suffix, [spoil_bytes]), spoil_file])(rng, path)
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error):  # it was spoiled once already
+        return spoil_bytes(rng, path)
 
 
 def bad_text(rng: random.Random, folder: Path) -> str:
