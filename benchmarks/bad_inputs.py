@@ -29,9 +29,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-
 MOST_S, GIVE_UP_S, SPARE_BYTES = 20, 120, 10**9
 ODD = [
     0,
@@ -567,6 +564,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; --first goes on")
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # before torch is imported
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
     models, results = args.work / "models", args.work / "results.jsonl"
     if not models.exists():
         build_models(models)
