@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import TilepressError, UsageError, check_kinds
+from tilepress.formats import TilepressError, UsageError, check_kinds, first_line
 from tilepress.formats.hub import hub_lookups
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
@@ -62,9 +62,8 @@ def documents(source: str, column: str = "text", seed: int | None = None) -> Ite
     except TilepressError:
         raise
     except Exception as error:
-        why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"cannot read the text of {source}: {why}",
+            f"cannot read the text of {source[:200]}: {first_line(error)}",
             "give --dataset a .txt, .jsonl or .parquet file with a column `text`, or a hub id you can reach",
         ) from error
 
@@ -205,7 +204,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise TilepressError(
-            f"{folder.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
+            f"{folder.name} has no tokenizer that loads ({first_line(error)})",
             "copy tokenizer.json and tokenizer_config.json of the model into its folder",
         ) from error
 
