@@ -36,6 +36,8 @@ _ROOM = 2 * GIB  # that ranks must have left for a step: in the middle of one th
 _MOST_FIT = 1024
 _Made = TypeVar("_Made")
 
+_MOST = 1 << 24  # of anything that is counted: beyond it a step never ends
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -51,10 +53,10 @@ class Protocol:
     def __post_init__(self):
         numbers = self.context, self.new_tokens, self.runs, self.chunk
         batches = [batch for batch in self.batches if batch != "fit"]
-        if not self.batches or min(*numbers, *batches) < 1:
+        if not self.batches or min(*numbers, *batches) < 1 or max(*numbers, *batches) > _MOST:
             raise UsageError(
                 f"batches {self.batches}, context {self.context}, {self.new_tokens} new tokens, {self.runs} runs",
-                "all must be at least 1",
+                f"all must be 1 to {_MOST:,}",
             )
 
     @property
