@@ -34,9 +34,8 @@ _SPARE_STEPS = 2 * PROFILED_STEPS  # for which sequences have room beside the ti
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
 _ROOM = 2 * GIB  # that ranks must have left for a step: in the middle of one they cannot agree that it does not fit
 _MOST_FIT = 1024
-_Made = TypeVar("_Made")
-
 _MOST = 1 << 24  # of anything that is counted: beyond it a step never ends
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
