@@ -181,7 +181,9 @@ def spoil_header(rng: random.Random, path: Path) -> str:
 
 def spoil_bytes(rng: random.Random, path: Path) -> str:
     raw, what = bytearray(path.read_bytes()), rng.randrange(6)
-    at = rng.randrange(max(1, len(raw)))
+    if not raw:
+        return spoil_file(rng, path)
+    at = rng.randrange(len(raw))
     if what == 0:
         raw = raw[:at]
     elif what == 1:
