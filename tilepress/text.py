@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import TilepressError, UsageError, check_kinds, first_line
+from tilepress.formats import TilepressError, UsageError, check_kinds, first_line, foreign_errors
 from tilepress.formats.hub import hub_lookups
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
@@ -25,6 +25,7 @@ _BUFFER = 10_000  # documents that are shuffled together
 _WHOLE = 1 << 21  # characters that are tokenized at once, if what is asked for needs no more
 _EXCERPT, _EXCERPTS = 1 << 14, 16  # characters of an excerpt, about, and how many at least
 _CHARACTERS = 8  # of a token, generously
+_TOKENIZING = foreign_errors("the tokenizer fails on a text", "tokenizer_config.json or tokenizer.json is damaged")
 
 
 def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
@@ -119,6 +120,7 @@ def _shuffled(rows: Iterator[dict], seed: int) -> Iterator[dict]:
     yield from (buffer[i] for i in random_order.permutation(len(buffer)))
 
 
+@_TOKENIZING
 def token_ids(
     tokenizer,
     source: str,
@@ -233,6 +235,7 @@ class Text:
         check_window(seqlen, text_config)
         return replace(self, seqlen=seqlen)
 
+    @_TOKENIZING
     def windows(self, tokenizer) -> list[list[int]]:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
         start = tokenizer("")["input_ids"][:1]

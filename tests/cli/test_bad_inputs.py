@@ -1,6 +1,7 @@
 """Some of the cases that benchmarks/bad_inputs.py makes by the thousand, in this process."""
 
 import importlib.util
+import json
 import random
 import shutil
 from pathlib import Path
@@ -40,6 +41,16 @@ def test_a_bad_text_is_told_in_two_lines(small, tmp_path, cli, seed):
     ran = cli("eval", "perplexity", small, "--dataset", text, "--seqlen", "32", "--limit", "1", "-q")
     assert ran.code in (0, 1, 2) and "not foreseen" not in ran.err
     assert ran.code == 0 or ran.err.splitlines()[-2].startswith("error: "), ran.err
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_told(small, tmp_path, cli, text):
+    source = tmp_path / "model"
+    shutil.copytree(small, source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": "many"}))
+    words = ("--activations", "tensor", "--dataset", text, "--nsamples", "2", "--seqlen", "32")
+    ran = cli("compress", "quantize", source, "-o", tmp_path / "out", *words)
+    assert ran.code == 1 and "the tokenizer fails on a text: TypeError" in ran.err
 
 
 def test_a_case_is_the_same_every_time(tmp_path):
