@@ -29,9 +29,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-
 MOST_S, GIVE_UP_S, SPARE_BYTES = 20, 120, 10**9
 ODD = [
     0,
@@ -184,7 +181,9 @@ def spoil_header(rng: random.Random, path: Path) -> str:
 
 def spoil_bytes(rng: random.Random, path: Path) -> str:
     raw, what = bytearray(path.read_bytes()), rng.randrange(6)
-    at = rng.randrange(max(1, len(raw)))
+    if not raw:
+        return spoil_file(rng, path)
+    at = rng.randrange(len(raw))
     if what == 0:
         raw = raw[:at]
     elif what == 1:
@@ -227,7 +226,10 @@ def spoil_model(rng: random.Random, folder: Path) -> str:
         for p in files
     ]
     path = rng.choices(files, weights)[0]
-    return rng.choice([*kinds.get(path.suffix, [spoil_bytes]), spoil_file])(rng, path)
+    try:
+        return rng.choice([*kinds.get(path.suffix, [spoil_bytes]), spoil_file])(rng, path)
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error):  # it was spoiled once already
+        return spoil_bytes(rng, path)
 
 
 def bad_text(rng: random.Random, folder: Path) -> str:
@@ -564,6 +566,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then; --first goes on")
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # before torch is imported
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
     models, results = args.work / "models", args.work / "results.jsonl"
     if not models.exists():
         build_models(models)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import TilepressError, UsageError, check_kinds
+from tilepress.formats import TilepressError, UsageError, check_kinds, first_line, foreign_errors
 from tilepress.formats.hub import hub_lookups
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
@@ -30,6 +30,7 @@ BOS = ("auto", "always", "never")  # whether windows begin with it
 _WHOLE = 1 << 21  # characters that are tokenized at once, if what is asked for needs no more
 _EXCERPT, _EXCERPTS = 1 << 14, 16  # characters of an excerpt, about, and how many at least
 _CHARACTERS = 8  # of a token, generously
+_TOKENIZING = foreign_errors("the tokenizer fails on a text", "tokenizer_config.json or tokenizer.json is damaged")
 
 
 def documents(source: str, column: str = "text", seed: int | None = None) -> Iterator[str]:
@@ -72,9 +73,8 @@ def rows(source: str, seed: int | None = None) -> Iterator[dict]:
     except TilepressError:
         raise
     except Exception as error:
-        why = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"cannot read the text of {source}: {why}",
+            f"cannot read the text of {source[:200]}: {first_line(error)}",
             "give --dataset a .txt, .jsonl or .parquet file with a column `text`, or a hub id you can reach",
         ) from error
 
@@ -130,6 +130,7 @@ def _shuffled(rows: Iterator[dict], seed: int) -> Iterator[dict]:
     yield from (buffer[i] for i in random_order.permutation(len(buffer)))
 
 
+@_TOKENIZING
 def token_ids(
     tokenizer,
     source: str,
@@ -243,7 +244,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise TilepressError(
-            f"{folder.name} has no tokenizer that loads ({str(error).splitlines()[0][:100]})",
+            f"{folder.name} has no tokenizer that loads ({first_line(error)})",
             "copy tokenizer.json and tokenizer_config.json of the model into its folder",
         ) from error
 
@@ -308,6 +309,7 @@ class Text:
         del told["file"]
         return {name: value for name, value in told.items() if (name, value) != ("bos", "auto")}
 
+    @_TOKENIZING
     def windows(self, tokenizer) -> list[list[int]]:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
         start = window_start(tokenizer, self.bos)

@@ -97,6 +97,11 @@ def test_unforeseen_errors_have_two_lines_too(monkeypatch, capfd):
         main()
 
 
+def test_more_workers_than_shards_are_not_started(cli, tiny, tmp_path):
+    ran = cli("compress", "quantize", tiny, "-o", tmp_path / "out", "--workers", "99999999999999999999")
+    assert ran.code == 0, ran.err
+
+
 def test_results_on_stdout_words_on_stderr(cli, tiny, tmp_path):
     ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "--json")
     facts = json.loads(ran.out)

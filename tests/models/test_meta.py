@@ -61,6 +61,17 @@ def test_what_is_inconsistent_is_refused_before_the_first_byte(checkpoint_of, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_generation_config_that_keeps_a_model_from_loading_is_refused(tiny, tmp_path):
+    source = changed(tiny, tmp_path / "source")
+    for content, sound in (("[]", False), ('{"max_new_tokens": "x", "do_sample": [1]}', False), ("{oops", True)):
+        (source / "generation_config.json").write_text(content)
+        if sound:
+            tilepress.load(source)
+            continue
+        with pytest.raises(UsageError, match="generation_config.json of source does not load"):
+            tilepress.plan(source, tmp_path / "out", Prune(0.5))
+
+
 def test_every_recipe_looks_at_all_tensors(checkpoint_of, tmp_path):
     """An artifact too, whose packed weights count as what they stand for, transposed ones as well."""
     for family, norm in (("llama", "model.norm.weight"), ("gpt2", "transformer.ln_f.weight")):

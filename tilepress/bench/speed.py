@@ -34,6 +34,7 @@ _SPARE_STEPS = 2 * PROFILED_STEPS  # for which sequences have room beside the ti
 _WORKSPACE = 6 * GIB  # that `fit` leaves for activations, graphs and torch itself
 _ROOM = 2 * GIB  # that ranks must have left for a step: in the middle of one they cannot agree that it does not fit
 _MOST_FIT = 1024
+_MOST = 1 << 24  # of anything that is counted: beyond it a step never ends
 _Made = TypeVar("_Made")
 
 
@@ -51,10 +52,10 @@ class Protocol:
     def __post_init__(self):
         numbers = self.context, self.new_tokens, self.runs, self.chunk
         batches = [batch for batch in self.batches if batch != "fit"]
-        if not self.batches or min(*numbers, *batches) < 1:
+        if not self.batches or min(*numbers, *batches) < 1 or max(*numbers, *batches) > _MOST:
             raise UsageError(
                 f"batches {self.batches}, context {self.context}, {self.new_tokens} new tokens, {self.runs} runs",
-                "all must be at least 1",
+                f"all must be 1 to {_MOST:,}",
             )
 
     @property

@@ -37,6 +37,12 @@ class UsageError(TilepressError):
     exit_code = 2
 
 
+def first_line(error: Exception) -> str:
+    """What another package says of an error, for a message of one line; its kind where it says nothing."""
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__} {said[0][:160]}".rstrip()
+
+
 @contextmanager
 def foreign_errors(message: str, hint: str) -> Iterator[None]:
     """Turn what other packages raise in the body into a TilepressError, with the first line of theirs behind `message`.
@@ -49,8 +55,7 @@ def foreign_errors(message: str, hint: str) -> Iterator[None]:
     except Exception as error:
         if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, not imported here
             raise
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise TilepressError(f"{message}: {type(error).__name__} {first[:160]}".rstrip(), hint) from error
+        raise TilepressError(f"{message}: {first_line(error)}", hint) from error
 
 
 def check_kinds(settings) -> None:

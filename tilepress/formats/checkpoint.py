@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, first_line
 from tilepress.formats.files import REPAIR_HINT, read_json, regular
 from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
@@ -348,8 +348,9 @@ class Checkpoint:
                 self._open = (file, safe_open(self.path / file, framework="pt"))
             return get(self._open[1])
         except Exception as error:
-            why = str(error).splitlines()[0]
-            raise TilepressError(f"cannot read tensor {name!r} from {file}: {why}", REPAIR_HINT) from error
+            raise TilepressError(
+                f"cannot read tensor {name!r} from {file}: {first_line(error)}", REPAIR_HINT
+            ) from error
 
     def packed(self, weight: Weight, device: torch.device | str = "cpu") -> Any:
         """A weight's stored tensors on a device as its layout puts them together, with their shapes checked."""

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tilepress.formats import TilepressError, UsageError, dtype_name
+from tilepress.formats import TilepressError, UsageError, dtype_name, first_line
 from tilepress.formats.checkpoint import Checkpoint
-from tilepress.formats.files import read_json
+from tilepress.formats.files import read_json, regular
 from tilepress.formats.kv_int4 import LEAST_SCALE, Forms, KVFormat, forms_of
 
 FOLDER = "kv_cache"
@@ -241,9 +241,9 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
         )
     forms, heads, dim, rotations = forms_in(facts), facts["kv_heads"], facts["head_dim"], facts["rotation"]
     try:
-        tensors = load_file(checkpoint.path / FOLDER / TENSORS_NAME)
+        tensors = load_file(regular(checkpoint.path / FOLDER / TENSORS_NAME))
     except Exception as error:
-        raise TilepressError(f"cannot read {FOLDER}/{TENSORS_NAME}: {str(error).splitlines()[0]}", _AGAIN) from error
+        raise TilepressError(f"cannot read {FOLDER}/{TENSORS_NAME}: {first_line(error)}", _AGAIN) from error
 
     def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, least: float) -> Tensor:
         tensor = tensors.pop(name, None)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, first_line
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight
 
 _COUNTED = re.compile(r"(layers?|labels|experts|heads?|blocks|groups|depth)$")  # keys of a config that say how many
@@ -66,6 +66,7 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
     model = build_meta_model(checkpoint, trust_remote_code)
+    _check_generation(checkpoint)
     stored = {
         name: torch.empty(_shape(checkpoint, weight), dtype=_dtype(checkpoint, weight), device="meta")
         for name, weight in checkpoint.weights.items()
@@ -78,7 +79,7 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
         model._adjust_missing_and_unexpected_keys(info)
     except Exception as error:
         raise UsageError(
-            f"the tensors of {checkpoint.name} do not become a {type(model).__name__} ({' '.join(str(error).split())[:160]})",
+            f"the tensors of {checkpoint.name} do not become a {type(model).__name__} ({first_line(error)})",
             _NOT_TOGETHER,
         ) from error
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -91,6 +92,21 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
         if names:
             first = ", ".join(sorted(names)[:3])[:300] + (" …" if len(names) > 3 else "")
             raise UsageError(f"{len(names)} {what} tensors in {checkpoint.name}: {first}", _NOT_TOGETHER)
+
+
+def _check_generation(checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a generation_config.json that keeps the model from loading."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(checkpoint.path)
+    except OSError:
+        pass  # there is none, or none that is JSON: transformers then takes its defaults
+    except Exception as error:
+        raise UsageError(
+            f"generation_config.json of {checkpoint.name} does not load: {first_line(error)}",
+            "mend it, or take it away",
+        ) from error
 
 
 def _has_twin(name: str, tied: dict[str, str], missing: set[str]) -> bool:

@@ -468,6 +468,11 @@ def _tensors(change_tensors):
     return change
 
 
+def _pipe(folder):
+    (folder / "kv_cache" / "scales.safetensors").unlink()
+    os.mkfifo(folder / "kv_cache" / "scales.safetensors")
+
+
 def _weights(folder):
     path = next(folder.glob("*.safetensors"))
     tensors = load_file(path)
@@ -495,6 +500,7 @@ def _weights(folder):
         (_tensors(lambda t: t["layers.0.value_scale"].fill_(0)), "that no calibration gives"),
         (_tensors(lambda t: t["layers.0.key_weight"].fill_(-1)), "that no calibration gives"),
         (_tensors(lambda t: t.update({"layers.9.key_mean": t["layers.0.key_mean"].clone()})), "of no layer"),
+        (_pipe, "scales.safetensors is no regular file"),
         (lambda folder: shutil.rmtree(folder / "kv_cache"), "kv_cache.json is missing"),
     ],
 )

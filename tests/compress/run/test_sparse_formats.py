@@ -183,7 +183,7 @@ def test_bad_scales_and_turned_weights_do_not_load(tiny, tmp_path, part, value, 
     tilepress.load(tmp_path / "int8").save_pretrained(tmp_path / "bad")
     file = next((tmp_path / "bad").glob("*.safetensors"))
     tensors = load_file(file)
-    name = next(name for name in sorted(tensors) if name.endswith(f"gate_proj.weight{part}"))
+    name = next(name for name in sorted(tensors) if name.endswith(f"o_proj.weight{part}"))
     tensors[name][-1] = value
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(TilepressError, match=message):

@@ -14,6 +14,7 @@ _MICRO_TOKENS = 16384  # that run at a time unless --micro-batch says otherwise
 HELD_OUT = 16  # windows at most, to say what training brought
 _LAYER = re.compile(r"\.\d+\.")  # in the name of a decoder layer's tensor
 KEPT_ACTIVATIONS = 4 << 30  # bytes; layers that would keep more for the way back compute it again
+_MOST = 1 << 24  # steps or windows: more would take years
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Settings:
             ("batch", self.batch, 1),
             ("micro-batch", 1 if self.micro_batch is None else self.micro_batch, 1),
         ):
-            if value < least:
-                raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
+            if not least <= value <= _MOST:
+                raise UsageError(
+                    f"--{name} {value} is too {'small' if value < least else 'many'}", f"use {least} to {_MOST:,}"
+                )
         if self.lr is not None and not 0 < self.lr < 1:
             raise UsageError(f"--lr {self.lr:g} is not between 0 and 1", "leave it out, or try 0.0003")
         if not 0 <= self.hidden_loss < float("inf"):

@@ -109,7 +109,8 @@ class Run:
             if opened:
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
                 share = rank, world_size, device, step
-                stages = run_parallel(plan, workers, *share) if workers > 1 else run_shards(plan, *share)
+                busy = min(workers, len(plan.shards))  # each has a shard at a time
+                stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
                 if finish(plan) is None:
                     return None
         return _outcome(
