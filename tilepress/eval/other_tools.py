@@ -16,6 +16,11 @@ from torch import Tensor
 from tilepress.formats import TilepressError, int8
 
 _CODES = ("I8", "U8", "F8_E4M3")
+_OF_FORMAT = {
+    "float-quantized": ("F8_E4M3",),
+    "int-quantized": ("I8", "U8"),
+    "pack-quantized": (),
+}  # dtypes of X.weight
 
 
 def is_of_compressed_tensors(config: dict) -> bool:
@@ -47,9 +52,14 @@ def check(
     if len(schemes) > 1:
         return 0, [], [f"{len(schemes)} groups of layers with schemes of their own: shapes were not compared"]
     scheme, findings = schemes[0], []
+    if config.get("quantization_status", "compressed") != "compressed":
+        findings.append(f"quantization_status is {config['quantization_status']!r}, not 'compressed'")
     packed = {name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")}
     plain = {n for n, (kind, _) in tensors.items() if n.endswith(".weight") and kind in _CODES}
     for name in sorted(packed | plain):
+        kinds = _OF_FORMAT.get(str(config.get("format")), _CODES)
+        if name in plain and tensors[name][0] not in kinds:
+            findings.append(f"{name} is {tensors[name][0]}, against the format {config['format']}")
         found, shape = _packed_shape(name, scheme, tensors, value) if name in packed else ([], tensors[name][1])
         if shape is not None and len(shape) != 2:
             found.append(f"{name} is {list(shape)}, not a matrix")
