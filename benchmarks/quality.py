@@ -29,12 +29,14 @@ from pathlib import Path
 
 RECIPES = {  # name: the steps that make an artifact; {made} is {out} of the step before, {text} and {own} are the flags of a text
     "dense": (),
-    "int8": ("compress quantize {model} -o {out} --smooth auto {text}",),
+    "int8": ("compress quantize {model} -o {out} {text}",),
+    "int8, smoothed": ("compress quantize {model} -o {out} --smooth auto {text}",),
     "int8, no text": ("compress quantize {model} -o {out}",),
-    "int8, own text": ("compress quantize {model} -o {out} --smooth auto {own}",),
-    "int8, static": ("compress quantize {model} -o {out} --activations tensor --smooth auto {text}",),
+    "int8, own text": ("compress quantize {model} -o {out} {own}",),
+    "int8, static": ("compress quantize {model} -o {out} --activations tensor {text}",),
     "kv4": ("compress kv {model} -o {out} {text}",),
     "kv4, groups of 32": ("compress kv {model} -o {out} --group-size 32 {text}",),
+    "kv, 4.5 bits": ("compress kv {model} -o {out} --bits auto --budget 4.5 {text}",),
     "kv8": ("compress kv {model} -o {out} --bits 8 {text}",),
     "50 % zeros": ("compress prune {model} -o {out} --sparsity 0.5 --method admm {text}",),
     "60 % zeros": ("compress prune {model} -o {out} --sparsity 0.6 --method admm {text}",),
@@ -42,7 +44,7 @@ RECIPES = {  # name: the steps that make an artifact; {made} is {out} of the ste
         "compress prune {model} -o {out} --sparsity 0.5 --method admm {text}",
         "compress recover {made} --base {model} -o {out} --steps 1000 --dataset {calibrate}",
     ),
-    "int8 + kv4": ("compress quantize {model} -o {out} --smooth auto {text}", "compress kv {made} -o {out} {text}"),
+    "int8 + kv4": ("compress quantize {model} -o {out} {text}", "compress kv {made} -o {out} {text}"),
 }
 Run = Callable[
     [list[str], float], dict

@@ -51,9 +51,12 @@
 #define BARS_AT (X_AT + X_SLOTS * X_BYTES)
 // All warps meet once, when mbarriers and cuts are there. Each role waits at a barrier of its own, in one place, as
 // compute-sanitizer's synccheck asks; consumers make the mbarriers, all warps the cuts, which consumers read.
-enum { PRODUCERS_READY = 0, LOADER_READY = 14, CONSUMERS_READY = 15 };
-// Other named barriers, the last two the first of several.
-enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER + CONSUMERS };
+// Barrier 0 is left alone: synccheck takes it for one of the whole block.
+enum { LOADER_READY = 14, CONSUMERS_READY = 15 };
+// Other named barriers, those of consumers and of teams the first of several.
+enum { HERALD_BARRIER = 1, CONSUMER_BARRIER = 2, TEAM_BARRIER = CONSUMER_BARRIER + CONSUMERS,
+       PRODUCERS_READY = TEAM_BARRIER + (TEAM > 1 ? WINDOWS : 0) };
+static_assert(PRODUCERS_READY < LOADER_READY, "16 named barriers");
 
 #if OWN_X
 #define CUTS_PARAMETER
