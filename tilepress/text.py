@@ -162,6 +162,7 @@ def token_ids(
     return tokenizer(joiner.join(parts), add_special_tokens=special_tokens)["input_ids"]
 
 
+@_TOKENIZING
 def window_start(tokenizer, bos: str = "auto") -> list[int]:
     """Return the token ids that every window begins with.
 

@@ -22,7 +22,7 @@ from safetensors.torch import save, save_file
 from tilepress.compress.run.lock import holder_of
 from tilepress.compress.run.plan import done_record
 from tilepress.eval import other_tools
-from tilepress.formats import TilepressError, int8, kv_calibration, tiled_bitmap, tiled_csl
+from tilepress.formats import TilepressError, int8_rules, kv_calibration, tiled_bitmap, tiled_csl
 from tilepress.formats.checkpoint import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -32,7 +32,7 @@ from tilepress.formats.checkpoint import (
     read_json,
     read_manifest,
 )
-from tilepress.formats.int8 import Int8Scheme
+from tilepress.formats.int8 import Int8Scheme, scheme_of
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.formats.layout import layout_named
 from tilepress.formats.stripes import nonzeros
@@ -126,11 +126,11 @@ def _look_at_config(path: Path) -> None:
     def value(name: str) -> torch.Tensor:
         return values.get(name, torch.ones(1))
 
-    int8.vllm_findings(quantization, tensors, {f"{layer}.weight": layer}, value, ONE_PRODUCT)
+    int8_rules.vllm_findings(quantization, tensors, {f"{layer}.weight": layer}, value, ONE_PRODUCT)
     if other_tools.is_of_compressed_tensors(checkpoint.config):
         other_tools.why_not_ours(quantization)
         other_tools.check(quantization, tensors, value)
-    int8.scheme_of(quantization)
+    scheme_of(quantization)
 
 
 def _manifest() -> dict[str, bytes]:
@@ -165,7 +165,7 @@ def _manifest() -> dict[str, bytes]:
 def _calibration() -> dict[str, bytes]:
     form = KVFormat(head_dim=32, bits=4, group_size=32, static=False)
     keys, values = (kv_calibration.Side(torch.full((3, 1, 32), number)) for number in (1.0, 2.0))
-    found = kv_calibration.KVCalibration(form, 1, ((keys, values),))
+    found = kv_calibration.KVCalibration(1, (kv_calibration.CachedLayer(keys, values, form),))
     files = kv_calibration.to_files(found, kv_calibration.weights_hash(Checkpoint(folder())))
     return {path.rpartition("/")[2]: data for path, data in files.items()}
 

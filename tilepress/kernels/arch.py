@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, which the system takes for each block
+OLDEST = (8, 0)  # compute capability from which on there are kernels
 PLAIN_SHARED_BYTES = 48 * 1024  # of dynamic shared memory that a kernel gets without asking for more
 
 
@@ -29,7 +30,7 @@ class Card:
     @property
     def has_kernels(self) -> bool:
         """Return whether any kernel runs on this card."""
-        return self.capability >= (8, 0)
+        return self.capability >= OLDEST
 
     @property
     def target(self) -> str:

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import FORMAT_VERSION
 from tilepress.formats.kv_calibration import CONFIG_KEY
+from tilepress.kernels.arch import OLDEST
 from tilepress.runtime.vllm.compat import check_version, installed
 from tilepress.runtime.vllm.linear import TilepressLinearMethod, refuse_packed
 
@@ -31,7 +32,7 @@ class TilepressConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 80
+        return 10 * OLDEST[0] + OLDEST[1]
 
     @staticmethod
     def get_config_filenames() -> list[str]:
