@@ -58,7 +58,7 @@ class Failed(Exception):
 def command(words: list[str], seconds: float) -> dict:
     """Run a `tilepress` command and return its JSON. Raises Failed for one that fails or takes too long, whose process is gone then."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tilepress", *words, "--json", "--quiet"],
+        [sys.executable, "-m", "tilepress", *words, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,7 +89,7 @@ def made(model: str, name: str, how: argparse.Namespace, folder: Path, until: fl
         ]
         names = {word: Path(word).name for word in (model, out, path, how.calibrate)}
         commands.append(shlex.join(["tilepress", *(names.get(word, word) for word in words)]))
-        told |= run([*words, "--device", how.device], until - time.monotonic())
+        told |= run([*words, "--device", how.device, "--quiet"], until - time.monotonic())
         path = out
     return path, told, " && ".join(commands)
 
@@ -112,29 +112,18 @@ def row_of(model: str, name: str, how: argparse.Namespace, run: Run) -> dict:
                 row["sparsity"] = told["sparsity"]
             row["bytes"] = told.get("bytes")
             words = ["eval", "perplexity", path, "--dataset", how.evaluate, "--seqlen", str(how.seqlen)]
-            words += ["--device", how.device, *(["--limit", str(how.windows)] if how.windows else [])]
+            words += ["--device", how.device, "--quiet", *(["--limit", str(how.windows)] if how.windows else [])]
             words += ["--base", model] if RECIPES[name] else ["--noise-floor"]
             found = run(words, until - time.monotonic())
             row |= {key: found[key] for key in ("perplexity", "perplexity_stderr")}
             row["windows"] = found["windows"]
             if RECIPES[name]:
                 row["over_dense"] = found["perplexity"] / found["base"]["perplexity"] - 1
-            distance = (
-                found if RECIPES[name] else found["noise_floor"]
-            )  # of the dense model: that from itself, rounded otherwise
+            distance = found if RECIPES[name] else found["noise_floor"]  # of dense: from itself, rounded otherwise
             row |= {"kl": distance["kl_divergence"]["mean"], "same_top": distance["top1_agreement"]}
             if how.hellaswag:
-                words = [
-                    "eval",
-                    "tasks",
-                    path,
-                    "--tasks",
-                    "hellaswag",
-                    "--dataset",
-                    how.hellaswag,
-                    "--device",
-                    how.device,
-                ]
+                words = ["eval", "tasks", path, "--tasks", "hellaswag", "--dataset", how.hellaswag]
+                words += ["--device", how.device, "--quiet"]
                 words += ["--limit", str(how.items)] if how.items else []
                 scores = run(words, until - time.monotonic())["results"]["hellaswag"]
                 row |= {"hellaswag_acc_norm": scores["acc_norm"], "items": scores["items"]}

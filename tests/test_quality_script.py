@@ -35,7 +35,7 @@ def run(quality, cli):
 
     def run(words: list[str], seconds: float) -> dict:
         run.asked.append(words)
-        ran = cli(*words, "--json", *([] if words == ["env"] else ["--quiet"]))
+        ran = cli(*words, "--json")
         if ran.code:
             raise quality.Failed(ran.err)
         return ran.json
