@@ -48,13 +48,17 @@ def fuzz(name: str, seconds: int) -> None:
     found = HERE / "found" / name
     found.mkdir(parents=True, exist_ok=True)
     corpus = tempfile.mkdtemp(prefix=f"fuzz-{name}-")
-    for seed, data in READERS[name].seeds().items():
+    seeds = READERS[name].seeds()
+    for seed, data in seeds.items():
         (Path(corpus) / seed).write_bytes(data)
+    sound = list(seeds.values())
     limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=2048", "-max_len=20000"]
     words = [sys.argv[0], *limits, f"-artifact_prefix={found}/", "-print_final_stats=1", corpus, str(found)]
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         rng = random.Random(seed)
+        if rng.random() < 0.3:  # else a reader of few branches is soon left with inputs that it refuses at once
+            data = rng.choice(sound)
         made = mutated_json(name, data, rng) if rng.random() < 0.7 else None
         return atheris.Mutate(data, most) if made is None or len(made) > most else made
 

@@ -86,6 +86,7 @@ def holder_of(file: int) -> str:
     """Return who wrote a lock's file."""
     try:
         holder = json.loads(os.pread(file, 1000, 0))
-        return f"process {int(holder['pid'])} on {holder['host']!s}"
-    except (ValueError, KeyError, TypeError):  # it has just begun
+        return f"process {int(holder['pid'])} on {str(holder['host'])[:100]}"
+    # It has just begun, or somebody else wrote it: infinity is no process, and brackets nest too deep.
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "a process that does not say which"
