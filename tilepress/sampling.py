@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from tilepress.device import find_device
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, foreign_errors
 from tilepress.formats.artifact import disk_errors, sha256_file, write_atomic
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.runtime.decode.generation import decode
@@ -58,7 +58,7 @@ def sample(
     device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> Sampled:
     """Let a model write the text that calibrates or trains it: `tilepress.compress(MODEL, …, dataset=tilepress.sample(MODEL).text)`.
 
@@ -70,6 +70,7 @@ def sample(
     Raises UsageError for a text that is not sampled, TilepressError for a model that writes nothing at all."""
     if text.temperature is None:
         raise UsageError(f"{text.dataset} is no text that a model writes", 'give Text("self"), or Text("self:0.8")')
+    progress = progress or (lambda what, done, total: None)
     checkpoint, device = open_model(model, revision), find_device(device)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     text = text.fitted(checkpoint.text_config, tokenizer)
@@ -83,20 +84,21 @@ def sample(
     while (done := sum(row["tokens"] for row in rows)) < wanted and rounds < most:
         progress("sampling", done, wanted)
         path = folder / f"round-{rounds:05d}.jsonl"
-        if not path.exists():
+        if not _read(path):
             writer = writer or _Writer(checkpoint, tokenizer, text, at_once, device, trust_remote_code)
             lines = [json.dumps(row, ensure_ascii=False) for row in writer.round(rounds, ends=not _ends_at_once(rows))]
             write_atomic(path, "".join(f"{line}\n" for line in lines).encode(), folder)
             fresh += 1
-        rows += [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        rows += _read(path)
         rounds += 1
     progress("sampling", wanted, wanted)
     if not any(row["text"].strip() for row in rows):
         raise TilepressError(f"{checkpoint.name} writes no text", "give real text: --dataset FILE")
     file = folder / f"text-{rounds:05d}.jsonl"
     lines = [json.dumps({"text": row["text"]}, ensure_ascii=False) for row in rows if row["text"].strip()]
-    if not file.exists():
-        write_atomic(file, "".join(f"{line}\n" for line in lines).encode(), folder)
+    content = "".join(f"{line}\n" for line in lines).encode()
+    if not file.exists() or file.read_bytes() != content:
+        write_atomic(file, content, folder)
     tokens = sum(row["tokens"] for row in rows)
     return Sampled(replace(text, file=file), len(lines), tokens, tuple(_warnings(rows, tokens, wanted)), not fresh)
 
@@ -116,6 +118,17 @@ def _folder(checkpoint: Checkpoint, text: Text, at_once: int) -> Path:
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
     kept = os.environ.get("TILEPRESS_CACHE")
     return (Path(kept) if kept else Path.home() / ".cache" / "tilepress") / "sampled" / key
+
+
+def _read(path: Path) -> list[dict]:
+    """Return the documents of a round, none where it is not there yet; what is damaged is sampled again."""
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError, RecursionError):
+        return []
+    kinds = {"text": str, "tokens": int, "ended": bool, "repeated": int | float, "might_end": bool}
+    sound = all(isinstance(row, dict) and all(isinstance(row.get(key), kinds[key]) for key in kinds) for row in found)
+    return found if sound else []
 
 
 class _Writer:
@@ -159,7 +172,8 @@ class _Writer:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             given = {"attention_mask": torch.ones_like(prompts).to(device), "generation_config": config}
-            rows = self.model.generate(prompts.to(device), custom_generate=decode, **given)
+            with foreign_errors("the model cannot write text", "give real text: --dataset FILE"):
+                rows = self.model.generate(prompts.to(device), custom_generate=decode, **given)
         return [self._document(row) | {"might_end": ends} for row in rows[:, len(self.start) :].tolist()]
 
     def _first(self, draws: random.Random) -> int:

@@ -5,7 +5,9 @@ its tensors one behind the other, with their lengths before them. What passes a 
 without a problem decodes, and to as many non-zeros as were counted.
 """
 
+import contextlib
 import json
+import math
 import shutil
 import struct
 import tempfile
@@ -19,12 +21,14 @@ import numpy as np
 import torch
 from safetensors.torch import save, save_file
 
+from tilepress.compress.run.finish import model_card
 from tilepress.compress.run.lock import holder_of
 from tilepress.compress.run.plan import done_record
 from tilepress.eval import other_tools
+from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, int8_rules, kv_calibration, tiled_bitmap, tiled_csl
 from tilepress.formats.checkpoint import (
-    DTYPE_NAMES,
+    DTYPES,
     INDEX_NAME,
     MANIFEST_NAME,
     Checkpoint,
@@ -33,7 +37,8 @@ from tilepress.formats.checkpoint import (
     read_manifest,
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
-from tilepress.formats.kv_int4 import KVFormat
+from tilepress.formats.kv_int4 import KVFormat, fake_quantize, forms_of
+from tilepress.formats.kv_pages import page_order
 from tilepress.formats.layout import layout_named
 from tilepress.formats.stripes import nonzeros
 from tilepress.models.families import ONE_PRODUCT
@@ -104,33 +109,79 @@ def _config() -> dict[str, bytes]:
     for activations in ("token", "tensor-asym", "none"):
         scheme = Int8Scheme("channel", activations)
         found[f"int8-{activations}"] = dense | {"quantization_config": scheme.quantization_config(["lm_head"])}
-    group = {
-        "targets": ["Linear"],
-        "weights": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
-    }
-    other = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
-    found["4-bits"] = dense | {"quantization_config": other}
+    found["int8-exceptions"] = dense | {"quantization_config": _exceptions()}
+    found["4-bits"] = dense | {"quantization_config": _of_others()}
     return {name: json.dumps(config).encode() for name, config in found.items()}
+
+
+_LAYER = "model.layers.0.mlp"
+
+
+def _exceptions() -> dict:
+    """Static inputs, but for one layer."""
+    scheme = Int8Scheme("channel", "tensor", frozenset({f"{_LAYER}.down_proj"}))
+    return scheme.quantization_config(["lm_head"], [f"{_LAYER}.{name}_proj" for name in ("gate", "up", "down")])
+
+
+def _of_others() -> dict:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
 def _look_at_config(path: Path) -> None:
     checkpoint = Checkpoint(path.parent)
     quantization = checkpoint.config.get("quantization_config", {})
     assert isinstance(checkpoint.text_config, dict)
-    tensors = {e.name: (DTYPE_NAMES[e.dtype], e.shape) for e in checkpoint.tensors.values()}
-    layer = "model.layers.0.mlp.up_proj"
-    tensors |= {f"{layer}.weight": ("I8", (4, 8)), f"{layer}.weight_scale": ("BF16", (4, 1))}
-    tensors |= {"x.weight_packed": ("I32", (4, 1)), "x.weight_shape": ("I64", (2,)), "x.weight_scale": ("F32", (4, 1))}
-    values = {"x.weight_shape": torch.tensor([4, 8])}
-
-    def value(name: str) -> torch.Tensor:
-        return values.get(name, torch.ones(1))
-
-    int8_rules.vllm_findings(quantization, tensors, {f"{layer}.weight": layer}, value, ONE_PRODUCT)
     if other_tools.is_of_compressed_tensors(checkpoint.config):
         other_tools.why_not_ours(quantization)
-        other_tools.check(quantization, tensors, value)
     scheme_of(quantization)
+
+
+def _rules() -> dict[str, bytes]:
+    """A `quantization_config` with the headers beside it, and the number that fills each tensor."""
+    own, exceptions = {f"{_LAYER}.norm.weight": ["BF16", [8], 1]}, _exceptions()
+    for name in ("gate", "up", "down"):
+        own |= {
+            f"{_LAYER}.{name}_proj.weight": ["I8", [4, 8], 3],
+            f"{_LAYER}.{name}_proj.weight_scale": ["BF16", [4, 1], 1],
+        }
+        own |= {} if name == "down" else {f"{_LAYER}.{name}_proj.input_scale": ["BF16", [1], 0.5]}
+    exceptions |= {"ignore": ["lm_head", "re:.*router$"], "sparsity_config": {"format": "dense"}}
+    shape, scale = ["I64", [2], 8], ["F32", [8, 1], 1]
+    others = {
+        "x.weight_packed": ["I32", [8, 1], 7],
+        "x.weight_shape": shape,
+        "x.weight_scale": scale,
+        "x.weight_zero_point": ["I32", [1, 1], 0],
+    }
+    found = {"exceptions": [exceptions, own], "4-bits": [_of_others(), others]}
+    return {name: json.dumps(parts).encode() for name, parts in found.items()}
+
+
+def _look_at_rules(path: Path) -> bool:
+    """Check a config against headers, which a shard may have. What is no such pair is no input."""
+    try:
+        config, headers = json.loads(path.read_bytes())
+        tensors = {name: (kind, tuple(shape)) for name, (kind, shape, _) in headers.items()}
+        elements = [
+            math.prod(shape) for kind, shape in tensors.values() if all(type(n) is int and n >= 0 for n in shape)
+        ]
+        values = {name: float(fill) for name, (_, _, fill) in headers.items()}
+        sound = isinstance(config, dict) and all(kind in DTYPES for kind, _ in tensors.values())
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return False
+    if not sound or len(elements) < len(tensors) or max(elements, default=0) > 1 << 16:
+        return False
+
+    def value(name: str) -> torch.Tensor:
+        kind, shape = tensors[name]
+        return torch.full(shape, values[name], dtype=torch.float64).to(DTYPES[kind])
+
+    names = {name: name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")}
+    findings, _ = int8_rules.vllm_findings(config, tensors, names, value, ONE_PRODUCT)
+    _, others, _ = other_tools.check(config, tensors, value)
+    return not findings or not others
 
 
 def _manifest() -> dict[str, bytes]:
@@ -153,7 +204,7 @@ def _manifest() -> dict[str, bytes]:
         "transposed": False,
     }
     found = {
-        "format_version": 1, "tilepress": "0", "command": "compress prune", "settings": {"sparsity": 0.6, "ignore": ["lm_head"]},
+        "format_version": 1, "tilepress": "0", "command": "compress prune", "settings": {"sparsity": 0.6, "method": "magnitude", "ignore": ["lm_head"]},
         "fingerprint": "0" * 64, "versions": {}, "source": {"name": "m", "files": []},
         "left_alone": [{"name": "model.norm.weight", "reason": "not a matrix"}], "tensors": [tensor, packed | {"name": "x"}],
         "files": [{"name": "config.json", "bytes": 3, "sha256": "0" * 64}],
@@ -161,20 +212,59 @@ def _manifest() -> dict[str, bytes]:
     return {"sound": json.dumps(found).encode()}
 
 
+def _look_at_manifest(path: Path) -> None:
+    """Read a manifest, describe what it tells of the weights, and tell it as the history of another artifact."""
+    manifest = read_manifest(path.parent)
+    with contextlib.suppress(TilepressError):
+        inspect(path.parent)
+    recipe = {key: manifest[key] for key in ("command", "settings", "source")}
+    own = json.loads(_manifest()["sound"])
+    model_card(own | {"source": own["source"] | {"recipe": recipe}})
+
+
 @cache
-def _calibration() -> dict[str, bytes]:
-    form = KVFormat(head_dim=32, bits=4, group_size=32, static=False)
-    keys, values = (kv_calibration.Side(torch.full((3, 1, 32), number)) for number in (1.0, 2.0))
-    found = kv_calibration.KVCalibration(1, (kv_calibration.CachedLayer(keys, values, form),))
-    files = kv_calibration.to_files(found, kv_calibration.weights_hash(Checkpoint(folder())))
-    return {path.rpartition("/")[2]: data for path, data in files.items()}
+def _calibrations() -> dict[str, dict[str, bytes]]:
+    """The files of a calibration in one form, and of one whose layers differ."""
+    int4, int8, static, plain = (KVFormat(32, *how) for how in ((4, 32), (8,), (4, 0, True), (16,)))
+    layer, none = kv_calibration.CachedLayer, kv_calibration.Side(None)
+
+    def side(number: float) -> kv_calibration.Side:
+        return kv_calibration.Side(torch.full((3, 1, 32), number))
+
+    with_scales = side(2)._replace(fixed=torch.ones(1, 1, 2).half(), clip=0.9)
+    mixed = (
+        layer(side(1), with_scales, forms_of(int8, static), rotate=True),
+        layer(none, side(3), forms_of(plain, int4)),
+    )
+    found = {"sound": (layer(side(1), side(2), int4),), "mixed": mixed}
+    weights = kv_calibration.weights_hash(Checkpoint(folder()))
+    files = {
+        name: kv_calibration.to_files(kv_calibration.KVCalibration(1, layers, refits=1), weights)
+        for name, layers in found.items()
+    }
+    return {name: {path.rpartition("/")[2]: data for path, data in made.items()} for name, made in files.items()}
 
 
-def _calibrated(path: Path) -> object:
-    for name, data in _calibration().items():
-        if name != path.name:
-            (path.parent / name).write_bytes(data)
-    return kv_calibration.load(Checkpoint(path.parents[1]))
+def _calibrated(path: Path) -> None:
+    """Load a sidecar of which one file is given, with the other file of each calibration; what is loaded must serve."""
+    refused = None
+    for files in _calibrations().values():
+        for name in files.keys() - {path.name}:
+            (path.parent / name).write_bytes(files[name])
+        try:
+            found = kv_calibration.load(Checkpoint(path.parents[1]))
+        except TilepressError as error:
+            refused = error
+            continue
+        assert len(found.layers) <= 2 and found.bytes_per_token > 0
+        for each in found.layers:
+            page_order(each.form)
+            for what, form in zip(each.sides, (each.form.key, each.form.value), strict=True):
+                rows = torch.linspace(-3, 3, 2 * found.kv_heads * form.head_dim).view(2, found.kv_heads, -1)
+                back = fake_quantize(rows, form, *what, each.rotate, found.refits)
+                assert back.shape == rows.shape
+        return
+    raise refused
 
 
 def _jsonl() -> dict[str, bytes]:
@@ -243,7 +333,9 @@ def _decode(layout_name: str, parts: dict[str, torch.Tensor]) -> None:
         assert tuple(matrix.shape) == (form.rows, form.cols)
         scale = getattr(packed, "scale", None)
         if not problems and (scale is None or bool((scale.float().abs() > 1e-30).all())):
-            assert nonzeros(matrix) == found["nonzeros"], (nonzeros(matrix), found)
+            # Layouts without a scale keep every bit, so a zero with a sign counts; a product with a scale has none.
+            count = nonzeros(matrix.view(torch.int16) if scale is None else matrix)
+            assert count == found["nonzeros"], (count, found)
 
 
 def _weight(rows: int, cols: int, count: int) -> torch.Tensor:
@@ -314,14 +406,16 @@ READERS = {
     "header": Reader(_as_file("fuzzed.bin", read_header), _headers),
     "index": Reader(_as_file(INDEX_NAME, _open), _index),
     "config": Reader(_as_file("config.json", _look_at_config), _config),
-    "manifest": Reader(_as_file(MANIFEST_NAME, lambda path: read_manifest(path.parent)), _manifest),
+    "rules": Reader(_as_file("rules.json", _look_at_rules), _rules),
+    "manifest": Reader(_as_file(MANIFEST_NAME, _look_at_manifest), _manifest),
     "json": Reader(_as_file("any.json", read_json), _manifest),
     "kv-facts": Reader(
-        _as_file("kv_cache/kv_cache.json", _calibrated), lambda: {"sound": _calibration()[kv_calibration.FACTS_NAME]}
+        _as_file("kv_cache/kv_cache.json", _calibrated),
+        lambda: {name: files[kv_calibration.FACTS_NAME] for name, files in _calibrations().items()},
     ),
     "kv-tensors": Reader(
         _as_file(f"kv_cache/{kv_calibration.TENSORS_NAME}", _calibrated),
-        lambda: {"sound": _calibration()[kv_calibration.TENSORS_NAME]},
+        lambda: {name: files[kv_calibration.TENSORS_NAME] for name, files in _calibrations().items()},
     ),
     "jsonl": Reader(_as_file("text.jsonl", lambda path: list(documents(str(path)))), _jsonl),
     "done-record": Reader(_as_file("shard.done.json", _look_at_record), _done),
@@ -335,8 +429,7 @@ READERS = {
 def read(name: str, data: bytes) -> bool:
     """Give bytes to a reader; return whether it takes them. Whatever else it raises than a TilepressError is a finding."""
     try:
-        READERS[name].read(data)
+        return READERS[name].read(data) is not False
     except TilepressError as error:
         assert error.message
         return False
-    return True

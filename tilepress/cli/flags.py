@@ -32,7 +32,10 @@ Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or one for each usable core]", show_default=False
+        min=1,
+        max=1024,
+        help="Threads of the CPU.  [default: OMP_NUM_THREADS, or one for each usable core]",
+        show_default=False,
     ),
 ]
 Memory = Annotated[

@@ -86,8 +86,8 @@ def _packed_shape(
     name: str, scheme: dict, tensors: dict, value: Callable[[str], Tensor]
 ) -> tuple[list[str], tuple[int, int] | None]:
     """Compare a packed weight's words with the shape that is stored beside them; return findings and that shape."""
-    if f"{name}_shape" not in tensors or tensors[f"{name}_shape"][1] != (2,):
-        return [f"{name}_shape is missing, or not two numbers"], None
+    if tensors.get(f"{name}_shape") not in (("I32", (2,)), ("I64", (2,))):
+        return [f"{name}_shape is missing, or not two whole numbers"], None
     kind, words = tensors[f"{name}_packed"]
     rows, cols = (int(n) for n in value(f"{name}_shape"))
     bits = scheme.get("num_bits")

@@ -117,7 +117,7 @@ def perplexity(
     trust_remote_code: bool = False,
     revision: str | None = None,
     group: TensorParallel | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure a model's perplexity on a text, and with `base` how far it is from that model, window by window.
 
@@ -139,6 +139,7 @@ def perplexity(
     floor of an artifact; TilepressError for logits that are not finite.
     """
     check_source(str(dataset))
+    progress = progress or (lambda what, done, total: None)
     checkpoint = open_model(model, revision)
     length = default_seqlen(checkpoint.text_config) if seqlen is None else seqlen
     protocol = Protocol(str(dataset), recipe, length, stride, limit, bos)

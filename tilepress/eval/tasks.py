@@ -131,7 +131,7 @@ def tasks(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
 ) -> TasksResult:
     """Measure how often a model finds the right ending, and with `base` how that changed.
 
@@ -142,6 +142,7 @@ def tasks(
     bos          whether windows begin with the BOS: text.window_start
 
     Raises UsageError for an unknown task, and for rows that are none of it; TilepressError for logits that are not finite."""
+    progress = progress or (lambda what, done, total: None)
     chosen = _chosen(tasks, dataset, limit)
     checkpoint = open_model(model, revision)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)

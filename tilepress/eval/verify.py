@@ -68,11 +68,7 @@ class Verification:
 
 
 def verify(
-    path: str | Path,
-    base: str | Path | None = None,
-    *,
-    reload: bool = True,
-    progress: Progress = lambda what, done, total: None,
+    path: str | Path, base: str | Path | None = None, *, reload: bool = True, progress: Progress | None = None
 ) -> Verification:
     """Check a finished artifact: files and hashes, headers and index, packed words, declared counts, and loading (`reload`).
 
@@ -81,6 +77,7 @@ def verify(
     is checked as far as its tensors tell. `progress` is called with what is at hand, how many are done, and how many there are.
     Returns every check with its findings; raises TilepressError only where `path` is no artifact at all, or `base` no checkpoint.
     """
+    progress = progress or (lambda what, done, total: None)
     found = _checks(Path(str(path)), None if base is None else Checkpoint(locate(str(base))), reload, progress)
     return Verification(str(path), tuple(found))
 

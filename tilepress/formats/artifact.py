@@ -70,7 +70,12 @@ def write_atomic(path: Path, data: bytes | Path, folder: Path) -> None:
 
 def to_json(value: dict) -> bytes:
     """Encode a dictionary as every JSON file of an artifact is written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return encoded(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def encoded(text: str) -> bytes:
+    """Encode what an artifact says; of a folder's or file's name that is no text, bytes become question marks."""
+    return text.encode(errors="replace")
 
 
 def sha256_file(path: Path) -> str:

@@ -212,8 +212,14 @@ def _is_step(step: Any) -> bool:
         return False
     kinds = isinstance(step.get("settings"), dict), isinstance(source := step.get("source"), dict)
     files = source.get("files") if all(kinds) else None
-    named = isinstance(files, list) and all(isinstance(file, dict) for file in files)
-    return named and all(isinstance(file.get(key), str) for file in files for key in ("name", "sha256"))
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        return False
+    told = step["settings"]  # of which model cards tell
+    if step["command"] == "compress prune" or "method" in told:
+        method, sparsity = told.get("method"), told.get("sparsity")
+        if not isinstance(method, str) or not isinstance(sparsity, int | float) or not 0 <= sparsity <= 1:
+            return False
+    return all(isinstance(file.get(key), str) for file in files for key in ("name", "sha256"))
 
 
 def _inside(name: str) -> bool:

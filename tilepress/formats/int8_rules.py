@@ -4,7 +4,9 @@ What it would refuse or misread is a finding, what it has no kernel for a note. 
 """
 
 import itertools
-import re
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 from torch import Tensor
@@ -16,6 +18,14 @@ _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
     *("dynamic", "actorder", "observer", "observer_kwargs"),
 }
+
+_MATCHING_S = 5  # for all patterns of a config
+_MATCH = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+patterns = [re.compile(pattern) for pattern in patterns]
+print(json.dumps([name for name in names if any(pattern.match(name) for pattern in patterns)]))
+"""
 
 
 def vllm_findings(
@@ -40,7 +50,8 @@ def vllm_findings(
         extra = {key for key, value in (group.get(part) or {}).items() if value is not None} - _ARGUMENTS
         if extra:
             findings.append(f"{part} has keys that older readers refuse: {', '.join(sorted(extra))}")
-    if (config.get("sparsity_config") or {}).get("targets"):
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("targets"):
         findings.append("a sparsity_config with targets")
     if scheme.activations in ("none", "tensor-dynamic"):
         what = "weight-only INT8 in int-quantized form" if scheme.activations == "none" else "dynamic per-tensor input"
@@ -60,24 +71,21 @@ def vllm_findings(
         named = {name for group in config["config_groups"].values() for name in group["targets"]}
         findings += [f"{path} is quantized, but in no group" for path in sorted(quantized - named)]
 
-    patterns = config.get("ignore") or []
-    try:
-        expressions = [re.compile(p[3:]) if p.startswith("re:") else re.compile(f"{re.escape(p)}$") for p in patterns]
-    except (TypeError, AttributeError, re.error) as error:
-        return [*findings, f"`ignore` is no list of names and patterns: {error}"], notes
-
-    def ignored(path: str) -> bool:
-        return any(expression.match(path) for expression in expressions)
-
     float_layers = {path for name, path in linears.items() if name.removesuffix(".weight") not in quantized}
     if "lm_head" not in quantized:
         float_layers.add("lm_head")  # also where it is tied, and not stored
+    patterns = config.get("ignore") or []
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        return [*findings, "`ignore` is no list of names and patterns"], notes
+    ignored = _matched(patterns, float_layers | quantized)
+    if ignored is None:
+        return [*findings, "`ignore` has a pattern that is none, or that takes too long to match"], notes
     findings += [
         f"{path} is float but not in `ignore`: loaders would wait for its scale, or compute with none"
         for path in sorted(float_layers)
-        if not ignored(path)
+        if path not in ignored
     ]
-    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
+    findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized & ignored)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
         for names in one_product:
             there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
@@ -89,6 +97,22 @@ def vllm_findings(
             elif len(some) > 1 and scheme.of(some[0]).static and not _same_input(some, value, tensors):
                 findings.append(f"{', '.join(some)} are one GEMM, but their input scales differ")
     return findings, notes
+
+
+def _matched(patterns: list[str], names: set[str]) -> set[str] | None:
+    """Return the names that names or patterns match; None where a pattern is none, or takes more than a few seconds.
+
+    Python cannot stop a match, and a pattern of a few characters may take years. So a process of its own does it."""
+    found = names & set(patterns)
+    expressions = [pattern.removeprefix("re:") for pattern in patterns if pattern.startswith("re:")]
+    if not expressions:
+        return found
+    words, asked = [sys.executable, "-I", "-S", "-c", _MATCH], json.dumps([expressions, sorted(names)])
+    try:
+        ran = subprocess.run(words, input=asked, capture_output=True, text=True, timeout=_MATCHING_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return found | set(json.loads(ran.stdout))
 
 
 def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
@@ -116,6 +140,6 @@ def _same_input(paths: list[str], value, tensors: dict) -> bool:
     kinds = [{part_names(f"{p}.weight")[i] for p in paths} for i in (1, 2)]
     for names in kinds:
         there = [name for name in names if name in tensors]
-        if there and len({float(value(name).float().reshape(-1)[0]) for name in there}) > 1:
+        if there and len({tuple(value(name).reshape(-1)[:1].float().tolist()) for name in there}) > 1:
             return False
     return True

@@ -205,11 +205,13 @@ def _is_form(told, head_dim: int, bits: tuple[int, ...]) -> bool:
     numbers = isinstance(told, dict) and [told.get("bits"), told.get("group_size")]
     if not numbers or not all(type(number) is int and number >= 0 for number in numbers) or numbers[0] not in bits:
         return False
+    if told.get("mode") not in ("dynamic", "static"):
+        return False
     try:
         _form(told, head_dim)
     except UsageError:
         return False
-    return told.get("mode") in ("dynamic", "static")
+    return True
 
 
 def _form(told: dict, head_dim: int) -> KVFormat:

@@ -99,6 +99,9 @@ class Recover(Settings, Recipe):
     def after(self, model: Checkpoint) -> Recipe:
         return self if self.prune or self.base else replace(self, base=model.path, base_name=model.name)
 
+    def reads(self) -> tuple[Path, ...]:
+        return () if self.prune or self.base is None else (Path(self.base),)
+
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
         return self.prune.find_targets(inputs) if self.prune else super().find_targets(inputs)
 

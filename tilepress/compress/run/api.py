@@ -250,6 +250,9 @@ def _stack(
     steps = Path(f"{os.path.abspath(output)}.steps")
     check_place(steps, model.path)
     recipes = [recipe.after(model).settled() for recipe in recipes]
+    for read in (read for recipe in recipes for read in recipe.reads()):
+        check_place(output, read)
+        check_place(steps, read)
     texts = [text_for(recipe, dataset, model, trust) for recipe in recipes]
     for text in filter(None, texts):
         _ = text.source  # raises before anything is written

@@ -12,7 +12,7 @@ from tilepress.compress.quantize.recipe import Quantize
 from tilepress.compress.recover.recipe import Recover
 from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
 from tilepress.formats import TilepressError
-from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
+from tilepress.formats.artifact import disk_errors, encoded, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.layout import layout_named
 from tilepress.version import __version__
@@ -62,7 +62,7 @@ def _finish(plan: Plan) -> dict | None:
         "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
         "tensors": sorted(tensors, key=lambda t: t["name"]),
     } | plan.recipe.describe(plan, tensors)
-    write_atomic(plan.output / "README.md", model_card(manifest).encode(), plan.work)
+    write_atomic(plan.output / "README.md", encoded(model_card(manifest)), plan.work)
     total = sum(tensor["bytes"] for tensor in tensors)
     weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
     write_atomic(

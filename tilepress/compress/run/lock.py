@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import disk_errors
+from tilepress.formats.files import regular
 
 LOCK_NAME = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -37,6 +38,7 @@ class Lock:
         while not self.held:
             with disk_errors(self.path):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                regular(self.path)
                 file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -20,7 +20,9 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     An unfinished run of the same plan goes on only with `resume` (or when `joining`, as one of several ranks). Raises UsageError
     where something is in the way or another run is at work, and TilepressError where the disk has too little room.
     """
-    check_place(plan.output, plan.source)
+    text = () if plan.text is None else (Path(plan.text.file or plan.text.dataset),)
+    for read in (plan.source, *plan.recipe.reads(), *text):
+        check_place(plan.output, read)
     if overwrite and (resume or joining):
         raise UsageError(
             f"--overwrite cannot go with {'--resume' if resume else 'several ranks: each would remove what the others wrote'}",
@@ -79,7 +81,7 @@ def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path
 
 
 def check_place(output: Path, source: Path) -> None:
-    """Raise UsageError for an output that can be no folder, or is or holds the source."""
+    """Raise UsageError for an output that can be no folder, or is or holds what is read."""
     out, source = (Path(os.path.realpath(path)) for path in (output, source))  # which a loop of links does not stop
     if out == source or out in source.parents:
         raise UsageError(f"the output {output} is or holds the input {source}", "choose another with -o DIR")

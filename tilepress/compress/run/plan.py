@@ -81,6 +81,10 @@ class Recipe:
         """Return the recipe as a step of a stack that starts from `model`."""
         return self
 
+    def reads(self) -> tuple[Path, ...]:
+        """Return the folders beside the model that a run reads, and so may not write."""
+        return ()
+
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
         """Return what it works on, and what it leaves alone with the reasons."""
         return find_targets(inputs.checkpoint, self.ignore, inputs.trust_remote_code)
@@ -324,7 +328,8 @@ def other_files(source: Path) -> list[Path]:
     """Files beside the weights that belong to a model, relative to its folder: tokenizer, licence, code, sidecars.
 
     Not weights in other formats, not hidden files, not folders that are checkpoints of their own. Raises UsageError for a link to
-    a file that is not the model's: an artifact is published, and the file behind the link was perhaps not meant to be.
+    a file that is not the model's (an artifact is published, and the file behind the link was perhaps not meant to be), and
+    for a name that is no text.
     """
     found, own_folders = [], (source.resolve(), *_hub_blobs(source))
     for folder, names, files in os.walk(source):
@@ -344,6 +349,8 @@ def other_files(source: Path) -> list[Path]:
                         f"{source / path} is a link to {(source / path).resolve()}, outside of the model's folder",
                         "copy the file there if it belongs to the model, else remove the link",
                     )
+                if not name.isprintable():  # the manifest could not name it, or its name would steer a terminal
+                    raise UsageError(f"the name of {source / path} is no text", "rename the file, or move it away")
                 found.append(path)
     return found
 
