@@ -339,7 +339,10 @@ MAKING = [
     "compress prune MODEL -o OUT --sparsity 0.5 --method sparsegpt --allocation owl --dataset TEXT --nsamples 4 --seqlen 64",
     "compress quantize MODEL -o OUT",
     "compress quantize MODEL -o OUT --activations tensor --smooth 0.5 --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress quantize MODEL -o OUT --activations tensor --dynamic 0.5 --dataset TEXT --nsamples 4 --seqlen 64",
     "compress kv MODEL -o OUT --group-size 32 --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress kv MODEL -o OUT --group-size 32 --dataset self --nsamples 2 --seqlen 32",
+    "compress kv MODEL -o OUT --bits auto --budget 6.1 --dataset TEXT --nsamples 4 --seqlen 64",
     "compress recover MODEL -o OUT --base BASE --steps 1 --batch 1 --dataset TEXT --seqlen 32",
     "convert MODEL -o OUT --to dense",
     "convert MODEL -o OUT --to tiled-bitmap",
@@ -351,6 +354,7 @@ READING = [
     "verify MODEL --base BASE",
     "eval perplexity MODEL --dataset TEXT --seqlen 32 --limit 2",
     "eval perplexity MODEL --base BASE --dataset TEXT --seqlen 32 --limit 2 --recipe strided",
+    "eval tasks MODEL --dataset ROWS --limit 2",
     "eval speed MODEL --batch 1 --context 16 --new-tokens 2 --runs 1",
     "load MODEL",  # tilepress.load, and a few tokens
 ]
@@ -358,7 +362,7 @@ SOUND = [
     (form, "csl" if "convert" in form or "recover" in form or "verify" in form else "llama")
     for form in MAKING + READING
 ]
-MODELS = ["llama", "sharded", "gpt2", "mixtral", "csl", "bitmap", "int8", "kv"]
+MODELS = ["llama", "sharded", "gpt2", "mixtral", "csl", "bitmap", "int8", "exceptions", "kv", "mixed-kv"]
 
 
 def build_models(folder: Path) -> None:
@@ -380,9 +384,11 @@ def build_models(folder: Path) -> None:
         ("csl", tilepress.Prune(0.8, format="tiled-csl")),
         ("bitmap", tilepress.Prune(0.6)),
         ("int8", tilepress.Quantize()),
+        ("exceptions", tilepress.Quantize(activations="tensor", dynamic=0.5)),
         ("kv", tilepress.KVCache(group_size=32)),
+        ("mixed-kv", tilepress.KVCache("auto", budget=6.1)),
     ):
-        text = few_words(2, 32) if name == "kv" else None
+        text = few_words(2, 32) if name in ("exceptions", "kv", "mixed-kv") else None
         run_recipe(recipe, folder / "llama", folder / name, text=text)
 
 
@@ -391,15 +397,14 @@ def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, 
     if number < len(SOUND):
         form, name = SOUND[number]
         shutil.copytree(models / name, folder / "model")
-        return f"sound: {form}", *_placed(
-            form, models, folder, models / "llama", str(models / "text.jsonl"), str(folder / "out")
-        )
-    rng = random.Random(f"{seed}-{number}")
+        text, rows = (str(models / name) for name in ("text.jsonl", "rows.jsonl"))
+        return f"sound: {form}", *_placed(form, folder, models / "llama", text, rows, str(folder / "out"))
+    rng, rows = random.Random(f"{seed}-{number}"), str(models / "rows.jsonl")
     form = rng.choice(MAKING if rng.random() < 0.6 else READING)
     kind = rng.choices(["model", "text", "flags", "output", "base", "twice"], [60, 10, 14, 4, 6, 6])[0]
     name = rng.choice(MODELS)
     if "convert" in form or "verify" in form or "recover" in form:
-        name = rng.choice(["csl", "bitmap", "int8", "kv", name])
+        name = rng.choice(["csl", "bitmap", "int8", "exceptions", "kv", "mixed-kv", name])
     source, base = folder / "model", models / "llama"
     shutil.copytree(models / name, source)
     text, output, told = str(models / "text.jsonl"), str(folder / "out"), name
@@ -413,17 +418,20 @@ def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, 
     elif kind == "text" and "TEXT" in form:
         text = bad_text(rng, folder)
         told += f" text {text[-40:]!r}"
+    elif kind == "text" and "ROWS" in form:
+        rows = str(shutil.copy(rows, folder))
+        told += f" rows {spoil_json(rng, Path(rows))}"
     elif kind == "output" and "OUT" in form:
         output = bad_output(rng, folder, source)
         told += f" output {output[-40:]!r}"
-    words, place = _placed(form, models, folder, base, text, output)
+    words, place = _placed(form, folder, base, text, rows, output)
     if told == name:
         words, told = bad_flags(rng, words), told + " flags"
     return f"{form.split(' MODEL')[0]}: {told}", words, place
 
 
-def _placed(form: str, models: Path, folder: Path, base: Path, text: str, output: str) -> tuple[list[str], Path | None]:
-    places = {"MODEL": str(folder / "model"), "BASE": str(base), "OUT": output, "TEXT": text}
+def _placed(form: str, folder: Path, base: Path, text: str, rows: str, output: str) -> tuple[list[str], Path | None]:
+    places = {"MODEL": str(folder / "model"), "BASE": str(base), "OUT": output, "TEXT": text, "ROWS": rows}
     return [places.get(word, word) for word in form.split()], Path(output) if "OUT" in form else None
 
 
@@ -545,6 +553,7 @@ def warm_up(models: Path, folder: Path) -> None:
             "BASE": models / "llama",
             "OUT": folder / str(number),
             "TEXT": models / "text.jsonl",
+            "ROWS": models / "rows.jsonl",
         }
         words = [str(places.get(word, word)) for word in form.split()]
         if words[0] != "load":
@@ -570,13 +579,15 @@ def main() -> None:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TILEPRESS_CACHE": str(args.work / "cache"),
     }  # before torch is imported
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
     models, results = args.work / "models", args.work / "results.jsonl"
     if not models.exists():
         build_models(models)
         line = json.dumps({"text": "Some words and more of them, in sentences of their own. " * 20})
-        (models / "text.jsonl").write_text("\n".join([line] * 20))
+        (models / "text.jsonl").write_text("\n".join([line] * 6))  # which a flag may have scored whole
+        (models / "rows.jsonl").write_text('{"query": "a b", "choices": ["c", "d e"], "gold": 1}\n')
     warm_up(models, args.work / "warm")
     if args.only is not None:
         print(json.dumps(asdict(run_case(args.seed, args.only, models, args.work)), indent=1))
