@@ -306,3 +306,10 @@ def test_values_of_a_wrong_kind_are_told(tiny, call, message):
     with pytest.raises(UsageError) as error:
         call(tiny)
     assert message in error.value.message and error.value.hint
+
+
+def test_progress_may_be_none(artifact, text):
+    assert tilepress.verify(artifact, reload=False, progress=None).passed
+    assert tilepress.perplexity(artifact, text, seqlen=64, limit=1, device="cpu", progress=None).tokens
+    for call in (tilepress.sample, tilepress.tasks, tilepress.compress):
+        assert inspect.signature(call).parameters["progress"].default is None

@@ -218,3 +218,21 @@ def test_requests_that_make_no_sense(tiny):
             Text(dataset)
     with pytest.raises(UsageError, match="no text that a model writes"):
         tilepress.sample(tiny, Text(str(demo.TEXT)))
+
+
+@pytest.mark.parametrize("content", ["{oops", '{"text": 3}\n', "[" * 5000, "\xff"])
+def test_a_damaged_round_is_written_again(random_model, content):
+    found = tilepress.sample(random_model, Text("self", 2, 16))
+    whole = found.text.file.read_text()
+    path = min(found.text.file.parent.glob("round-*"))
+    kept = path.read_text()
+    path.write_text(content, encoding="latin-1")
+    found.text.file.write_text("damaged too")
+    again = tilepress.sample(random_model, Text("self", 2, 16))
+    assert path.read_text() == kept and again.text.file.read_text() == whole and not again.was_complete
+
+
+def test_a_model_whose_logits_are_no_numbers_is_told(bent, monkeypatch, tiny):
+    monkeypatch.setattr(sampling, "load", bent(lambda head: head.bias.fill_(torch.nan)))
+    with pytest.raises(TilepressError, match="cannot write text"):
+        tilepress.sample(tiny, Text("self", 2, 16))

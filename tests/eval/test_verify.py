@@ -171,6 +171,9 @@ def test_what_is_no_artifact(tiny, tmp_path, cli):
         (lambda m: m["tensors"][0].update(nonzeros="x"), "an entry of tensors"),
         (lambda m: m.update(settings=[]), "no settings"),
         (lambda m: m.update(left_alone="x"), "no left_alone"),
+        (lambda m: m["settings"].update(sparsity="most"), "a step in its source"),
+        (lambda m: m["settings"].update(sparsity=10**400), "a step in its source"),
+        (lambda m: m["settings"].pop("method"), "a step in its source"),
         (lambda m: m.update(format_version=99), "format version 99"),
     ],
 )

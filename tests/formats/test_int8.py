@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilepress.formats import TilepressError, int8
+from tilepress.formats import TilepressError, int8, int8_rules
 from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of
 from tilepress.formats.int8_rules import vllm_findings
 from tilepress.models.families import ONE_PRODUCT
@@ -302,6 +302,12 @@ def test_vllm_rules(args, message):
         (_with("ignore", ["lm_head", "model.layers.0.mlp.up_proj"]), "quantized but in `ignore`"),
         (_with("quantization_status", "initialized"), "quantization_status"),
         (_with("sparsity_config", {"format": "dense", "targets": ["Linear"]}), "sparsity_config"),
+        (_with("sparsity_config", ["Linear"]), "sparsity_config"),
+        (_with("ignore", 5), "no list of names"),
+        (_with("ignore", ["lm_head", 5]), "no list of names"),
+        (_with("ignore", ["re:lm_head", "re:.*up_proj"]), "up_proj is quantized but in `ignore`"),
+        (_with("ignore", ["lm_head", "re:("]), "a pattern that is none"),
+        (_with("ignore", ["lm_head", "re:a{99999999999999999999}"]), "a pattern that is none"),
         (_with("config_groups.group_0.weights.scale_dtype", "torch.float32"), "scale_dtype"),
     ],
 )
@@ -310,3 +316,20 @@ def test_vllm_rules_of_the_config(change, message):
     change(config)
     findings, _ = vllm_findings(config, *rest)
     assert any(message in finding for finding in findings), findings
+
+
+def test_a_pattern_that_matches_for_years_is_stopped(monkeypatch):
+    monkeypatch.setattr(int8_rules, "_MATCHING_S", 0.3)
+    config, *rest = artifact()
+    findings, _ = vllm_findings(config | {"ignore": ["re:((((.*)*)*)*)*!"]}, *rest)
+    assert "takes too long" in findings[-1]
+
+
+def test_an_input_scale_of_no_numbers_is_told():
+    empty = {"self_attn__q_proj__input_scale": ("BF16", (0,))}
+    config, tensors, linears, value, products = artifact(STATIC, **empty)
+    name = "model.layers.0.self_attn.q_proj.input_scale"
+    findings, _ = vllm_findings(
+        config, tensors, linears, lambda asked: torch.ones(0) if asked == name else value(asked), products
+    )
+    assert f"{name} is [0], not [1]" in findings

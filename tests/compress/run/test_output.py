@@ -9,9 +9,10 @@ import pytest
 from support.artifacts import prune
 
 import tilepress
-from tilepress import Convert, Prune
+from tilepress import Convert, Prune, Quantize, Recover, Text, demo
 from tilepress.compress.run.lock import LOCK_NAME, Lock
-from tilepress.formats import UsageError
+from tilepress.formats import TilepressError, UsageError
+from tilepress.formats.checkpoint import read_manifest
 
 
 def hold(output, folder, shared, pipe):
@@ -115,6 +116,45 @@ def test_a_lock_file_that_its_holder_removed_is_not_believed(tmp_path):
             second.take()
             assert (folder / LOCK_NAME).exists()
         assert not folder.exists()
+
+
+def test_a_pipe_in_place_of_the_lock_is_told(tiny, tmp_path):
+    (tmp_path / "out" / ".tilepress").mkdir(parents=True)
+    os.mkfifo(tmp_path / "out" / ".tilepress" / LOCK_NAME)
+    with pytest.raises(TilepressError, match="lock is no regular file"):
+        tilepress.compress(tiny, tmp_path / "out", Prune(0.6))
+
+
+def test_what_a_run_reads_is_not_overwritten(tiny, tmp_path):
+    base, pruned = tmp_path / "base", tmp_path / "pruned"
+    tilepress.compress(tiny, base, [Prune(0.3), Convert("dense")])
+    tilepress.compress(base, pruned, Prune(0.6))
+    text = Text(shutil.copy(demo.TEXT, base), 2, 32)
+    recover = Recover(1, batch=1, base=base)
+    for model, recipe, how in (
+        (pruned, recover, {"dataset": Text(str(demo.TEXT), 2, 32)}),
+        (tiny, [Prune(0.6), recover], {"dataset": Text(str(demo.TEXT), 2, 32)}),
+        (tiny, Quantize(activations="tensor"), {"dataset": text}),
+    ):
+        with pytest.raises(UsageError, match="is or holds the input"):
+            tilepress.compress(model, base, recipe, device="cpu", overwrite=True, **how)
+    assert tilepress.verify(base, reload=False).passed
+
+
+def test_names_that_are_no_text(tiny, tmp_path, cli):
+    odd = os.fsdecode(b"caf\xe9")
+    source, text = tmp_path / odd, tmp_path / f"{odd}.jsonl"
+    shutil.copytree(tiny, source)
+    shutil.copy(demo.TEXT, text)
+    words = "--activations", "tensor", "--dataset", text, "--nsamples", "2", "--seqlen", "32"
+    assert cli("compress", "quantize", tiny, "-o", tmp_path / "out", *words).code == 0
+    assert read_manifest(tmp_path / "out")["settings"]["dataset"].endswith("caf?.jsonl")
+    assert cli("compress", "prune", source, "-o", tmp_path / "pruned", *WORDS).code == 0
+    assert read_manifest(tmp_path / "pruned")["source"]["name"] == "caf?"
+    assert tilepress.verify(tmp_path / "pruned", tiny).passed
+    (source / f"{odd}.txt").write_text("x")
+    ran = cli("compress", "prune", source, "-o", tmp_path / "other", *WORDS)
+    assert ran.code == 2 and "is no text" in ran.err and not (tmp_path / "other").exists()
 
 
 def test_side_files_that_link_out_of_the_model_are_refused(tiny, tmp_path, cli):

@@ -117,7 +117,7 @@ def test_verify_checks_other_tools_artifacts_by_the_rules(checkpoint_of, tmp_pat
     if kind == "4 bits":
         wrong |= {
             "_packed is": {f"{name}_packed": tensors[f"{name}_packed"][:, 1:].contiguous()},
-            "two numbers": {f"{name}_shape": torch.ones(3)},
+            "not two whole numbers": {f"{name}_shape": torch.full((2,), torch.nan)},
         }
     for told, change in wrong.items():
         changed = {n: t for n, t in (tensors | change).items() if t is not None}
