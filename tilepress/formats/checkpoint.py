@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError, first_line
-from tilepress.formats.files import REPAIR_HINT, read_json, regular
+from tilepress.formats.files import REPAIR_HINT, in_utf8, read_json, regular
 from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
 
@@ -234,7 +234,7 @@ class Checkpoint:
 
         `name` is what the model is called where that is not its folder's name: the hub id.
         """
-        self.path = Path(path)
+        self.path = in_utf8(Path(path))
         self.name = name or self.path.resolve().name
         if not self.path.is_dir():
             raise UsageError(

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, UsageError
 
 REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 _MAX_JSON_BYTES = 1 << 26
@@ -15,6 +15,15 @@ def regular(path: Path) -> Path:
     """The path, if no reading from it can wait for ever or never end. Raises TilepressError for a pipe or a device."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise TilepressError(f"{path} is no regular file", "take the pipe or device away, or put a file in its place")
+    return path
+
+
+def in_utf8(path: Path) -> Path:
+    """The path, if safetensors and tokenizers can open it. Raises UsageError for a name that is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the name of {path} is not UTF-8", "rename the folder, or give another") from error
     return path
 
 

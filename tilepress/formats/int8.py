@@ -117,7 +117,7 @@ def scheme_of(config: dict) -> Int8Scheme:
 
 def _refusal(why: str) -> TilepressError:
     return TilepressError(
-        f"quantization_config: {why}", "this reader takes compressed-tensors int-quantized INT8 linears"
+        f"quantization_config: {why[:200]}", "this reader takes compressed-tensors int-quantized INT8 linears"
     )
 
 

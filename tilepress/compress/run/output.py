@@ -9,7 +9,7 @@ from tilepress.compress.run.plan import Plan
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_manifest
-from tilepress.formats.files import read_json
+from tilepress.formats.files import in_utf8, read_json
 
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
 
@@ -82,7 +82,9 @@ def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path
 
 def check_place(output: Path, source: Path) -> None:
     """Raise UsageError for an output that can be no folder, or is or holds what is read."""
-    out, source = (Path(os.path.realpath(path)) for path in (output, source))  # which a loop of links does not stop
+    out, source = (
+        Path(os.path.realpath(path)) for path in (in_utf8(output), source)
+    )  # which a loop of links does not stop
     if out == source or out in source.parents:
         raise UsageError(f"the output {output} is or holds the input {source}", "choose another with -o DIR")
     if (output.is_symlink() and not output.exists()) or (output.exists() and not output.is_dir()):
