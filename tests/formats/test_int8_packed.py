@@ -58,6 +58,7 @@ def test_parts_are_cut_out_of_words(rows, cols):
     [
         ({"weight_shape": torch.tensor([5, 13])}, "words of [5, 3] for a weight of [5, 13]"),
         ({"weight_shape": torch.tensor([4, 11])}, "for a weight of [4, 11]"),
+        ({"weight_shape": torch.tensor([5, -3]), "weight_packed": torch.zeros(5, 0, dtype=torch.int32)}, "of [5, -3]"),
         ({"weight_shape": torch.tensor([5])}, "for a weight of []"),
         ({"weight_packed": torch.zeros(5, 3, 1, dtype=torch.int32)}, "words of [5, 3, 1]"),
     ],

@@ -45,7 +45,8 @@ class Int8PackedWeight(Int8Weight):
         """Rows and columns. Raises TilepressError where the stored numbers are no shape of these words."""
         words, told = self.stored, self.parts["weight_shape"]
         found = tuple(told.tolist()) if tuple(told.shape) == (2,) else ()
-        if words.dim() != 2 or not found or found[0] != len(words) or -(-found[1] // _WORD) != words.shape[1]:
+        agree = found and words.dim() == 2 and found[0] == len(words) and -(-found[1] // _WORD) == words.shape[1]
+        if not agree or found[1] < 0:
             raise TilepressError(f"{self.name}: words of {list(words.shape)} for a weight of {list(found)}", VERIFY)
         return found
 
