@@ -240,6 +240,15 @@ def _when_ready(request, server) -> dict:
     raise AssertionError(f"the server did not answer (exit code {server.poll()})")
 
 
+def test_codes_are_not_taken_for_numbers():
+    from tilepress.runtime.vllm.linear import _Arriving
+
+    arriving = _Arriving("up_proj", torch.device("cpu"), torch.float32, [4], [(0, 4)], None, 8)
+    arriving.tensors[None] = {"weight": torch.ones(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
+    with pytest.raises(UsageError, match="up_proj is INT8 in an artifact with sparse layers"):
+        arriving.parts()
+
+
 def test_what_the_plug_in_does_not_serve_is_said(checkpoint_of, tmp_path, llama):
     newer = tmp_path / "newer"
     newer.mkdir()

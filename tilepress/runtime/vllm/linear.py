@@ -64,6 +64,11 @@ class _Arriving:
             form = layout_of(packed).form(packed)
             if (form.rows, form.cols) != shape:
                 raise TilepressError(f"{name} is packed as {form.rows} x {form.cols}, the model has {shape}", VERIFY)
+        elif not found["weight"].is_floating_point():  # its codes would be taken for numbers
+            raise UsageError(
+                f"{name} is INT8 in an artifact with sparse layers, which the plug-in does not serve",
+                "convert --to dense",
+            )
         elif tuple(found["weight"].shape) != shape:
             raise TilepressError(f"{name} is {list(found['weight'].shape)}, the model has {list(shape)}", VERIFY)
         return Whole(name, shape, False, read, packed)
