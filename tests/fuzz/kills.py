@@ -96,11 +96,16 @@ def main() -> None:
         for _ in range(rng.randint(1, 4)):
             pid = start(source, output, recipe, how)
             if ended(pid, rng.uniform(0, seconds[name])) is None:
-                os.killpg(pid, signal.SIGKILL) if rng.random() < 0.5 else os.kill(pid, signal.SIGKILL)
+                kill = os.killpg if rng.random() < 0.5 else os.kill
+                try:
+                    kill(pid, signal.SIGKILL)
+                except ProcessLookupError:  # it is no group yet
+                    os.kill(pid, signal.SIGKILL)
                 kills[name] = kills.get(name, 0) + (ended(pid, 60) == -signal.SIGKILL)  # else it was quicker
         code = ended(start(source, output, recipe, how), 600)
         if code != 0 or digest(output) != whole[name]:
             wrong.append(f"{name}, round {rounds[name]}: exit code {code}")
+            print("WRONG", wrong[-1], file=sys.stderr, flush=True)
             if output.exists():
                 shutil.copytree(output, work / f"wrong-{len(wrong)}")
         elif rounds[name] == 1:

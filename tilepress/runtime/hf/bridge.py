@@ -18,10 +18,14 @@ def main() -> None:
     asked = parser.parse_args()
     sys.path.insert(0, "")  # as for `python -m`
     try:
-        found = importlib.util.find_spec(asked.module) is not None
+        found = importlib.util.find_spec(asked.module)
+        if (
+            found is not None and found.submodule_search_locations is not None
+        ):  # a package is run by a module of its own
+            found = importlib.util.find_spec(f"{asked.module}.__main__")
     except (ImportError, ValueError):  # a package above it is missing, or the name is none
-        found = False
-    if not found:
-        parser.error(f"there is no module {asked.module!r}: install the tool into this Python, {sys.executable}")
+        found = None
+    if found is None:
+        parser.error(f"there is no module {asked.module!r} to run: install the tool into this Python, {sys.executable}")
     sys.argv = [asked.module, *asked.arguments]
     runpy.run_module(asked.module, run_name="__main__", alter_sys=True)
