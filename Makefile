@@ -61,7 +61,7 @@ fuzz: $(READY)
 # byte changed in every structure of artifacts: it must be found.
 kills: $(READY)
 	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS)
-	FULL_DISK=all DAMAGE=all $(VENV)/bin/python -m pytest -s tests/compress/run/test_full_disk.py tests/fuzz/test_damage.py
+	FULL_DISK=all DAMAGE=all $(VENV)/bin/python -m pytest -s --timeout 0 tests/compress/run/test_full_disk.py tests/fuzz/test_damage.py
 
 # Kernels under NVIDIA's checkers, one after the other; it needs a card and takes long. PYTHON runs them, as for test-gpu.
 sanitize:

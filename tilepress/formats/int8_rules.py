@@ -25,7 +25,7 @@ _MATCH = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)
 patterns = [re.compile(pattern) for pattern in patterns]
-print(json.dumps([name for name in names if any(pattern.match(name) for pattern in patterns)]))
+json.dump([name for name in names if any(pattern.match(name) for pattern in patterns)], sys.stdout)
 """
 
 
