@@ -25,6 +25,12 @@ SMALL = {  # what a command gets in addition: the last of two equal flags counts
     ("eval", "tasks"): "--dataset items.jsonl",
     ("eval", "speed"): "--batch 1 --context 16 --new-tokens 2 --runs 1",
 }
+QUICK = {  # a word of a command that takes long, and what stands for it; others of our tests run it as it is
+    "--sweep": "--sparsity 0.5 --method wanda --eval-dataset short.jsonl",
+    "--allocation": "--allocation uniform",
+    "admm": "--method sparsegpt",
+    "--workers": "--workers 1",
+}
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -45,7 +51,8 @@ def commands(page: Path) -> list[list[str]]:
 def inline(page: Path) -> list[list[str]]:
     """Commands in the text of a page, which may be given in part: `tilepress compress kv`."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
-    return [shlex.split(found) for found in re.findall(r"`tilepress ([a-z][^`…]*)`", text)]
+    found = [shlex.split(words) for words in re.findall(r"`tilepress ([a-z][^`…]*)`", text)]
+    return [[*words, "VALUE"] if words[-1].startswith("--") else words for words in found]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -69,12 +76,15 @@ def ready(artifact, tiny, text, halves, tmp_path_factory):
     (folder / "held-out.jsonl").symlink_to(held_out)
     item = {"query": "import", "choices": ["os", "a very long ending"], "gold": 0}
     (folder / "items.jsonl").write_text(json.dumps(item) + "\n")
+    (folder / "short.jsonl").write_text(json.dumps({"text": "import os\n" * 40}) + "\n")
     return folder
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_commands_of_a_guide_run(page, cli, ready, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name in ("items.jsonl", "short.jsonl"):
+        Path(name).symlink_to(ready / name)
     for words in commands(page):
         if words[-1] == "--help" or words[:2] == ["eval", "kernels"] or words[0] == "demo":
             continue  # needs a card, or has tests of its own
@@ -82,15 +92,9 @@ def test_commands_of_a_guide_run(page, cli, ready, tiny, tmp_path, monkeypatch):
         for word in words:
             if (ready / word).exists() and word != written and not Path(word).exists():
                 Path(word).symlink_to(ready / word)
-        for name in ("items.jsonl",):
-            if not Path(name).exists():
-                Path(name).symlink_to(ready / name)
         reads = "--dataset" in words or words[0] == "eval"
-        small = SMALL.get(tuple(words[:2]), "") if reads else ""
-        asked = [str(tiny) if word in ("MODEL", "$MODEL") else word for word in [*words, *small.split()]]
-        if "--workers" in asked:
-            asked += ["--workers", "1"]  # processes of their own take seconds to start
-        ran = cli(*asked)
+        more = [SMALL.get(tuple(words[:2]), "") if reads else "", *(QUICK[word] for word in words if word in QUICK)]
+        ran = cli(*(str(tiny) if word in ("MODEL", "$MODEL") else word for word in [*words, *" ".join(more).split()]))
         assert ran.code in ((0, 3) if "--max-increase" in words else (0,)), (words, ran.err)
         if written and "--dry-run" not in words:
             assert Path(written).is_dir(), words
