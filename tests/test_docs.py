@@ -30,6 +30,7 @@ QUICK = {  # a word of a command that takes long, and what stands for it; others
     "--allocation": "--allocation uniform",
     "admm": "--method sparsegpt",
     "--workers": "--workers 1",
+    "--recover": "--recover 2",
 }
 
 
@@ -76,7 +77,7 @@ def ready(artifact, tiny, text, halves, tmp_path_factory):
     (folder / "held-out.jsonl").symlink_to(held_out)
     item = {"query": "import", "choices": ["os", "a very long ending"], "gold": 0}
     (folder / "items.jsonl").write_text(json.dumps(item) + "\n")
-    (folder / "short.jsonl").write_text(json.dumps({"text": "import os\n" * 40}) + "\n")
+    (folder / "short.jsonl").write_text(json.dumps({"text": "import os\n" * 1000}) + "\n")
     return folder
 
 

@@ -626,7 +626,11 @@ def test_names_without_the_models_prefix_verify(checkpoint_of, tmp_path):
     "settings,who",
     [
         ({}, "vLLM, SGLang, transformers"),
-        ({"activations": "none"}, "as it is: transformers"),
+        (
+            {"activations": "none"},
+            "(`pack-quantized`); by its rules these load the folder as it is: vLLM, SGLang, transf",
+        ),
+        ({"activations": "none", "weights": "tensor"}, "as it is: transformers"),
         ({"activations": "tensor-dynamic"}, "as it is: transformers"),
     ],
 )
