@@ -1,7 +1,7 @@
 """Try several recipes on one model, and print bytes against KL divergence: which one is worth it for you?
 
-    python examples/compare_recipes.py
-    python examples/compare_recipes.py MODEL --text text.jsonl --held-out held-out.jsonl --nsamples 128 --seqlen 2048
+python examples/compare_recipes.py
+python examples/compare_recipes.py MODEL --text text.jsonl --held-out held-out.jsonl --nsamples 128 --seqlen 2048
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Compress a model to INT8 with a 4-bit attention cache, check it, and measure what that costs.
 
-    python examples/compress_and_measure.py
-    python examples/compress_and_measure.py MODEL --text text.jsonl --held-out held-out.jsonl -o small --nsamples 128 --seqlen 2048
+python examples/compress_and_measure.py
+python examples/compress_and_measure.py MODEL --text text.jsonl --held-out held-out.jsonl -o small --nsamples 128 --seqlen 2048
 """
 
 import argparse

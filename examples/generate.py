@@ -1,7 +1,7 @@
 """Generate with an artifact: a batch of prompts at once, or one streamed token by token.
 
-    python examples/generate.py                       compresses the embedded model first
-    python examples/generate.py int8-kv4 --device cuda --prompt "def main(" --stream
+python examples/generate.py                       compresses the embedded model first
+python examples/generate.py int8-kv4 --device cuda --prompt "def main(" --stream
 """
 
 import argparse
