@@ -120,13 +120,13 @@ def first_tokens() -> str:
 def picture() -> str:
     """An SVG of bars: tokens a second of 16 sequences."""
     rows = speed(16, 8192)
-    step, left, width = 34, 196, 760
+    step, left, width = 34, 216, 800
     height, longest = step * len(rows) + 46, max(row["tokens_per_s"] for row, _ in rows)
     parts = [
         '<text x="12" y="22" font-weight="bold">Tokens a second, Llama-3-8B shape, 16 sequences of 8192, H100</text>'
     ]
     for i, (row, over) in enumerate(rows):
-        y, long = 38 + i * step, (width - left - 130) * row["tokens_per_s"] / longest
+        y, long = 38 + i * step, (width - left - 190) * row["tokens_per_s"] / longest
         parts.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{name_of(row)}</text>')
         parts.append(
             f'<rect x="{left}" y="{y}" width="{long:.1f}" height="24" rx="3" fill="{COLOURS[row["engine"]]}"/>'

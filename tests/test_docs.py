@@ -28,7 +28,9 @@ SMALL = {  # what a command gets in addition: the last of two equal flags counts
 QUICK = {  # a word of a command that takes long, and what stands for it; others of our tests run it as it is
     "--sweep": "--sparsity 0.5 --method wanda --eval-dataset short.jsonl",
     "--allocation": "--allocation uniform",
-    "admm": "--method sparsegpt",
+    "admm": "--method wanda",
+    "sparsegpt": "--method wanda",
+    "--blocks": "--dry-run",
     "--workers": "--workers 1",
     "--recover": "--recover 2",
 }
@@ -108,7 +110,7 @@ def test_commands_of_a_guide_run(page, cli, ready, ran_before, tiny, tmp_path, m
         more = [SMALL.get(tuple(words[:2]), "") if reads else "", *(QUICK[word] for word in words if word in QUICK)]
         ran = cli(*(str(tiny) if word == "MODEL" else word for word in [*words, *" ".join(more).split()]))
         assert ran.code in ((0, 3) if "--max-increase" in words else (0,)), (words, ran.err)
-        stays = written is not None and "--dry-run" not in words
+        stays = written is not None and "--dry-run" not in " ".join([*words, *more])
         assert not stays or Path(written).is_dir(), words
         ran_before[tuple(words)] = tmp_path / written if stays else None
 
