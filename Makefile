@@ -11,7 +11,7 @@ READERS ?= $(shell ls tests/fuzz/seeds)
 KILLS ?= 200
 SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test test-gpu test-real test-vllm fuzz kills sanitize clean
+.PHONY: demo test test-gpu test-real test-vllm fuzz kills sanitize docs wheel clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -70,8 +70,25 @@ sanitize:
 	        $(PYTHON) -m pytest -x -m gpu tests/kernels || exit 1; \
 	done
 
+# The documentation as a site in site/. Building it needs no network, and fails at a dead link.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
+$(VENV)/.docs: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(VENV)/.docs
+
+VENV_WHEEL := .venv-wheel
+# The wheel, as a stranger gets it: built, installed in a fresh environment beside nothing else, and its demo run.
+wheel:
+	rm -rf dist $(VENV_WHEEL)
+	$(PYTHON) -m venv $(VENV_WHEEL)
+	$(VENV_WHEEL)/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(VENV_WHEEL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd $(VENV_WHEEL) && bin/tilepress env && bin/tilepress demo
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_WHEEL) site dist
 
 $(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; hint: make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }

@@ -1,0 +1,198 @@
+"""Writes docs/results.md, its picture and the two tables of README.md from the results in benchmarks/h100: `python benchmarks/results.py`.
+
+README keeps a table between two comments, `<!-- quality -->` and `<!-- end of quality -->`; what stands there is replaced. A test compares all of
+it with the files, so that no figure drifts.
+"""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "h100"
+
+NAMES = {  # of a recipe in quality.json: as README calls it. Others stand in docs/results.md alone.
+    "dense": "dense, bfloat16",
+    "int8, no text": "INT8 without text",
+    "int8": "INT8, calibrated",
+    "kv4": "4-bit cache",
+    "int8 + kv4": "INT8 and 4-bit cache",
+    "50 % zeros": "50 % zeros",
+    "50 % zeros, recovered": "50 % zeros, recovered",
+}
+WEIGHTS = {
+    "dense": "BF16",
+    "w8a8": "INT8",
+    "tiled-csl-80": "80 % zeros (CSL)",
+    "tiled-bitmap-50": "50 % zeros (bitmap)",
+}
+CACHES = {"bf16": "BF16", "int4": "4 bits"}
+COLOURS = {"vllm": "#94a3b8", "tilepress": "#1f5fa8"}
+Table = list[list[str]]
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: list[str], rows: Table) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def quality_rows() -> list[dict]:
+    """Rows of quality.json with `bytes` of the dense model too: a recipe of the cache leaves the weights as they are."""
+    rows = [row for row in load("quality")["rows"] if "failed" not in row]
+    dense = next(row["bytes"] for row in rows if row["recipe"].startswith("kv"))
+    return [row | {"bytes": row["bytes"] or dense} for row in rows]
+
+
+def quality(short: bool) -> str:
+    """What each recipe costs the real model; `short`: those that README shows, with fewer columns."""
+    found = quality_rows()
+    if short:
+        found = [row for name in NAMES for row in found if row["recipe"] == name]
+    head = ["", "weights", "cache", "perplexity", "over dense", "KL divergence"]
+    rows = []
+    for row in found:
+        rises = row["over_dense"] is not None
+        cells = [NAMES[row["recipe"]] if short else row["recipe"], f"{row['bytes'] / 1e6:.0f} MB"]
+        cells += [f"{row['bits_per_element']:.1f} bits" if row["bits_per_element"] else "16 bits"]
+        cells += [f"{row['perplexity']:.3f}", percent(row["over_dense"]) if rises else "-", f"{row['kl']:.4f}"]
+        if not short:
+            cells[3] += f" ± {row['perplexity_stderr']:.3f}"
+            cells += [f"{row['same_top']:.1%}", f"{row['seconds']:.0f} s" if row["seconds"] else "-"]
+        rows.append(cells)
+    if not short:
+        head += ["same top token", "to make"]
+    return table(head, rows)
+
+
+def commands() -> str:
+    return table(
+        ["recipe", "commands"],
+        [[row["recipe"], f"`{row['command'].replace(' && ', '`<br>`')}`"] for row in quality_rows() if row["command"]],
+    )
+
+
+def protocol() -> str:
+    found, rows = load("quality")["protocol"], quality_rows()
+    (device,), (windows,), (model,) = ({row[key] for row in rows} for key in ("device", "windows", "model"))
+    versions = rows[0]["versions"]
+    return f"""`{model}` on an {device}, torch {versions["torch"]}, transformers {versions["transformers"]}, bfloat16.
+Measured on all of `{found["evaluate"]}`: recipe {found["recipe"]}, {windows} windows of {found["seqlen"]} tokens.
+Calibrated on {found["nsamples"]} windows of {found["seqlen"]} tokens of `{found["calibrate"]}`."""
+
+
+def speed(batch: int, context: int) -> list[tuple[dict, float]]:
+    """Rows of a batch, each with its tokens a second over those of vLLM's BF16."""
+    rows = [row for row in load("decode")["rows"] if (row["batch"], row["context"]) == (batch, context)]
+    (base,) = (row for row in rows if (row["engine"], row["weights"]) == ("vllm", "dense"))
+    return [(row, row["tokens_per_s"] / base["tokens_per_s"]) for row in rows]
+
+
+def name_of(row: dict) -> str:
+    engine = "vLLM 0.24.0" if row["engine"] == "vllm" else "tilepress"
+    return f"{engine}, {WEIGHTS[row['weights']]}"
+
+
+def speed_table() -> str:
+    head = ["", "cache", "1 sequence of 2048: ms a step", "over vLLM BF16", "16 of 8192: ms a step", "over vLLM BF16"]
+    rows = []
+    for (one, first), (many, second) in zip(speed(1, 2048), speed(16, 8192), strict=True):
+        assert name_of(one) == name_of(many)
+        times = [f"{one['tpot_ms']:.2f}", f"{first:.2f}", f"{many['tpot_ms']:.2f}", f"{second:.2f}"]
+        rows.append([name_of(one), CACHES[one["kv"]], *times])
+    return table(head, rows)
+
+
+def first_tokens() -> str:
+    rows = []
+    for row, _ in speed(1, 2048):
+        rows.append([name_of(row), " to ".join(f"{ms:g}" for ms in row["ttft_ms"])])
+    return table(["", "ms to the first token, prompt of 2048"], rows)
+
+
+def picture() -> str:
+    """An SVG of bars: tokens a second of 16 sequences."""
+    rows = speed(16, 8192)
+    step, left, width = 34, 216, 800
+    height, longest = step * len(rows) + 46, max(row["tokens_per_s"] for row, _ in rows)
+    parts = [
+        '<text x="12" y="22" font-weight="bold">Tokens a second, Llama-3-8B shape, 16 sequences of 8192, H100</text>'
+    ]
+    for i, (row, over) in enumerate(rows):
+        y, long = 38 + i * step, (width - left - 190) * row["tokens_per_s"] / longest
+        parts.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{name_of(row)}</text>')
+        parts.append(
+            f'<rect x="{left}" y="{y}" width="{long:.1f}" height="24" rx="3" fill="{COLOURS[row["engine"]]}"/>'
+        )
+        said = f"{row['tokens_per_s']:.0f} ({over:.2f} x; cache {CACHES[row['kv']]})"
+        parts.append(f'<text x="{left + long + 8:.1f}" y="{y + 17}">{said}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">'
+    return head + '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "</svg>\n"
+
+
+def page() -> str:
+    env = load("decode")["env"]
+    return f"""# Results
+
+Written by `python benchmarks/results.py` from `benchmarks/h100`; a test holds this page to those files.
+
+## What compression costs a real model
+
+{protocol()}
+KL divergence is the mean of a token, in nats. That of the dense row is the noise floor: what rounding alone does to the
+dense model ([how](quality.md#the-noise-floor)).
+
+{quality(short=False)}
+
+{commands()}
+
+Task scores of this model have not been measured yet. Other models:
+
+- an 18 M parameter Llama: [pruning](pruning.md#measured), [recovery](recovery.md#what-it-brings),
+  [INT8](int8.md#schemes), [the cache](kv_cache.md)
+- the embedded 4 M parameter model: `tilepress demo`, which anyone can run
+
+## Speed beside vLLM
+
+{env["card"]}, torch {env["torch"]}, vLLM {env["vllm"]}. The shape is Llama-3-8B's with random weights: the speed of a
+step does not depend on their values. vLLM runs in its own engine, with FlashAttention 3, torch.compile, CUDA graphs
+and its own W8A8. tilepress runs in the decode loop that `tilepress eval speed` times, without a server around it. It
+was an independent run; no commit was recorded with it.
+
+{speed_table()}
+
+![tokens a second of 16 sequences](performance/h100.svg)
+
+The first token does not come sooner. vLLM's comes after 15 ms for 32 and 512 tokens, dense or INT8.
+
+{first_tokens()}
+
+`benchmarks/h100/decode.json`. More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
+"""
+
+
+def readme(text: str) -> str:
+    """README with its tables as the results have them."""
+    for name, found in (("quality", quality(short=True)), ("speed", speed_table())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        text, changed = re.subn(f"{begin}.*?{end}", lambda _, new=f"{begin}{found}\n{end}": new, text, flags=re.S)
+        assert changed == 1, f"README.md has no place for {name}"
+    return text
+
+
+def main() -> None:
+    (ROOT / "docs" / "results.md").write_text(page())
+    (ROOT / "docs" / "performance" / "h100.svg").write_text(picture())
+    file = ROOT / "README.md"
+    file.write_text(readme(file.read_text()))
+
+
+if __name__ == "__main__":
+    main()
