@@ -12,12 +12,16 @@ from typing import Annotated
 import typer
 
 from tilepress.cli import (
+    chat,
+    compare,
     convert,
     demo,
     env,
+    generate,
     inspect,
     kernels,
     kv,
+    models,
     perplexity,
     prune,
     quantize,
@@ -61,7 +65,7 @@ app.add_typer(compress, name="compress")
 app.add_typer(evaluate, name="eval")
 _register(compress, [prune, recover, quantize, kv])
 _register(evaluate, [perplexity, tasks, speed, kernels])
-_register(app, [convert, inspect, verify, env, demo])
+_register(app, [convert, inspect, verify, generate, chat, compare, models, env, demo])
 
 
 _NO_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory", "out of memory")
@@ -75,7 +79,7 @@ class _Interrupt:
 
     def __call__(self, number: int, *_) -> None:
         self.seen, self.code = True, 128 + number
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
 
 def main() -> None:
