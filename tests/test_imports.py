@@ -22,7 +22,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "version": set(),
     "runtime": {"runtime", "kernels", "formats", "models", "device"},
     "compress": {"compress", "formats", "models", "text", "device", "version"},
-    "eval": {"eval", "chat", "compress", "runtime", "kernels", "formats", "models", "text", "device"},
+    "eval": {"eval", "chat", "compress", "runtime", "kernels", "formats", "models", "text", "device", "version"},
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),
     "hf": {"runtime", "formats"},

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from tilepress.compress.prune.recipe import Prune
     from tilepress.compress.quantize.observers import Observer
     from tilepress.compress.quantize.recipe import Quantize
+    from tilepress.compress.recipes import recipe
     from tilepress.compress.recover.recipe import Recover
     from tilepress.compress.run.api import Outcome, plan
     from tilepress.eval.compare import compare
     from tilepress.eval.inspect import inspect
     from tilepress.eval.perplexity import perplexity
+    from tilepress.eval.report import report
     from tilepress.eval.tasks import tasks
     from tilepress.eval.verify import verify
     from tilepress.models.families import families
@@ -53,6 +55,8 @@ _HOMES = {
     "load": "runtime.loader",
     "perplexity": "eval.perplexity",
     "plan": "compress.run.api",
+    "recipe": "compress.recipes",
+    "report": "eval.report",
     "sample": "sampling",
     "tasks": "eval.tasks",
     "verify": "eval.verify",
@@ -78,6 +82,8 @@ __all__ = [
     "load",
     "perplexity",
     "plan",
+    "recipe",
+    "report",
     "sample",
     "tasks",
     "verify",

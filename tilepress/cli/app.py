@@ -26,6 +26,7 @@ from tilepress.cli import (
     prune,
     quantize,
     recover,
+    report,
     speed,
     tasks,
     verify,
@@ -65,7 +66,7 @@ app.add_typer(compress, name="compress")
 app.add_typer(evaluate, name="eval")
 _register(compress, [prune, recover, quantize, kv])
 _register(evaluate, [perplexity, tasks, speed, kernels])
-_register(app, [convert, inspect, verify, generate, chat, compare, models, env, demo])
+_register(app, [convert, inspect, verify, report, generate, chat, compare, models, env, demo])
 
 
 _NO_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory", "out of memory")

@@ -41,6 +41,12 @@ Memory = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
 ]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Then show it on a page (HTML; needs the extra report).", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
@@ -108,6 +114,7 @@ class Making:
     dry_run: DryRun = False
     trust_remote_code: Trust = False
     revision: Revision = None
+    report: Report = None
     json_: Json = False
     quiet: Quiet = False
 

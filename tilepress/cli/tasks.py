@@ -1,13 +1,22 @@
 """`tilepress eval tasks`: what a model answers."""
 
-import json
 from typing import Annotated
 
 import typer
 
 import tilepress
-from tilepress.cli.flags import Bos, Device, Json, Model, Quiet, Revision, Trust, parse_dtype
-from tilepress.cli.terminal import Bar, cell, quiet_libraries, table, with_error
+from tilepress.cli.flags import Bos, Device, Json, JsonFile, Model, Quiet, Report, Revision, Trust, parse_dtype
+from tilepress.cli.terminal import (
+    Bar,
+    cell,
+    check_report,
+    check_writable,
+    quiet_libraries,
+    show,
+    show_report,
+    table,
+    with_error,
+)
 
 EXAMPLE = "tilepress eval tasks pruned --base MODEL --tasks hellaswag --limit 1000"
 
@@ -34,6 +43,8 @@ def tasks(
     device: Device = "auto",
     trust_remote_code: Trust = False,
     revision: Revision = None,
+    output: JsonFile = None,
+    report: Report = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -41,6 +52,8 @@ def tasks(
 
     acc_norm divides the log-likelihood of an answer by its characters, acc_bytes by its bytes. A calibrated attention cache is simulated.
     """
+    check_report(report)
+    check_writable(output)
     quiet_libraries()
     with Bar("tasks", quiet) as bar:
         found = tilepress.tasks(
@@ -56,7 +69,8 @@ def tasks(
             revision=revision,
             progress=bar.at,
         )
-    print(json.dumps(found.to_json(), indent=2) if json_ else _text(found.to_json()))
+    show(found.to_json(), output, _text, json_)
+    show_report([found.to_json()], report)
 
 
 def _text(result: dict) -> str:

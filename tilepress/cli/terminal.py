@@ -149,6 +149,27 @@ def check_writable(output: Path | None) -> None:
             output.open("a").close()
 
 
+def check_report(report: Path | None) -> None:
+    """Raise UsageError before the work where a page cannot be made of it."""
+    from importlib.util import find_spec
+
+    from tilepress.formats import UsageError
+
+    if report is not None:
+        if find_spec("plotly") is None:
+            raise UsageError("--report needs plotly, which is not installed", "pip install 'tilepress[report]'")
+        check_writable(report)
+
+
+def show_report(runs: list, report: Path | None) -> None:
+    """Write a page of what was found, if one was asked for."""
+    if report is not None:
+        import tilepress
+
+        tilepress.report(runs, report)
+        say(f"wrote {report}")
+
+
 def show(found: dict, output: Path | None, text: Callable[[dict], str], json_: bool) -> None:
     """Print a result as JSON or as text, and write its JSON to a file if there is one."""
     if output is not None:
