@@ -194,13 +194,18 @@ def parse_share(text: str) -> float:
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """Read 0.6, or 0.5,0.6,0.7; the recipe says whether they are in range."""
+    """Read 0.6, or 0.5,0.6,0.7, in the range of a recipe."""
+    from tilepress.compress.prune import expectation
+
     try:
-        return [float(part) for part in text.split(",")]
+        values = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(
             f"--sparsity {text!r} is no number", "0.6 prunes 60 % of the weights: --sparsity 0.6"
         ) from error
+    for value in values:
+        expectation.check(value)
+    return values
 
 
 def parse_list(text: str, what: str) -> list[int]:
