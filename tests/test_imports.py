@@ -19,6 +19,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "device": {"formats"},
     "sampling": {"runtime", "formats", "text", "device"},
     "chat": {"runtime", "formats", "text", "device"},
+    "sharing": {"eval", "formats"},
     "version": set(),
     "runtime": {"runtime", "kernels", "formats", "models", "device"},
     "compress": {"compress", "formats", "models", "text", "device", "version"},
@@ -26,7 +27,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),
     "hf": {"runtime", "formats"},
-    "__init__": {"compress", "runtime", "eval", "models", "formats", "chat", "sampling", "text", "version"},
+    "__init__": {"compress", "runtime", "eval", "models", "formats", "chat", "sharing", "sampling", "text", "version"},
     "__main__": {"cli"},
     "cli": {
         "cli",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tilepress.compress.recipes import recipe
     from tilepress.compress.recover.recipe import Recover
     from tilepress.compress.run.api import Outcome, plan
+    from tilepress.eval.card import write_card
     from tilepress.eval.compare import compare
     from tilepress.eval.inspect import inspect
     from tilepress.eval.perplexity import perplexity
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tilepress.runtime.decode.generation import decode
     from tilepress.runtime.loader import load
     from tilepress.sampling import sample
+    from tilepress.sharing import push
     from tilepress.text import Text
 
 _HOMES = {
@@ -55,11 +57,13 @@ _HOMES = {
     "load": "runtime.loader",
     "perplexity": "eval.perplexity",
     "plan": "compress.run.api",
+    "push": "sharing",
     "recipe": "compress.recipes",
     "report": "eval.report",
     "sample": "sampling",
     "tasks": "eval.tasks",
     "verify": "eval.verify",
+    "write_card": "eval.card",
 }
 __all__ = [
     "Chat",
@@ -82,11 +86,13 @@ __all__ = [
     "load",
     "perplexity",
     "plan",
+    "push",
     "recipe",
     "report",
     "sample",
     "tasks",
     "verify",
+    "write_card",
 ]
 
 

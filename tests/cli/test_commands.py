@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import tilepress
 from tilepress.cli.commands import PANELS
 
 
@@ -53,7 +55,8 @@ def test_what_cannot_be_is_refused_before_torch_is_imported(tmp_path):
         "    assert 'torch' not in sys.modules, words\n    assert after.user - before.user < 0.3, words\n"
     )
     done = [sys.executable, "-c", script, json.dumps(REFUSED)]
-    ran = subprocess.run(done, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"TILEPRESS_DEBUG": "0"})
+    env = os.environ | {"TILEPRESS_DEBUG": "0", "PYTHONPATH": str(Path(tilepress.__file__).parents[1])}
+    ran = subprocess.run(done, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert ran.returncode == 0, ran.stderr
     assert len(ran.stderr.splitlines()) == 2 * len(REFUSED) and list(tmp_path.iterdir()) == []
 
@@ -82,7 +85,7 @@ def test_a_log_has_every_step_and_how_it_ended(cli, tiny, tmp_path):
 def test_verbose_says_every_step(cli, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("TILEPRESS_DEBUG", "0")
     ran = cli("compress", "prune", tiny, "-o", tmp_path / "x", "--sparsity", "0.5", "-v")
-    assert ran.code == 0 and ran.err.count("pruning: ") > 20 and json.loads("1") == 1
+    assert ran.code == 0 and ran.err.count("pruning: ") > 20
     assert "layers.3.mlp.down_proj" in ran.err
     quiet = cli("compress", "prune", tiny, "-o", tmp_path / "y", "--sparsity", "0.5")
     assert quiet.err.count("pruning: ") < 5

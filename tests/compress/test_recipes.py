@@ -77,7 +77,7 @@ def test_a_stack_from_a_file_is_the_artifact_again(checkpoint_of, tmp_path, cli)
         ("steps:\n- command: prune\n  sparsity: half", "step 1: "),
         ("steps:\n- command: prune", "missing .* 'sparsity'"),
         ("steps:\n- command: prune\n  sparsity: 0.5\n  sparsty: 1", "sparsty is no setting"),
-        ("steps:\n- command: prune\n  sparsity: 0.5\n  dtype: int3", "dtype 'int3' is unknown"),
+        ("steps:\n- command: prune\n  sparsity: 0.5\n  dtype: abacus", "dtype 'abacus' is unknown"),
         ("steps:\n- command: prune\n  sparsity: 0.5\n  recover_stepz: 1", "stepz is no setting"),
         ("steps:\n- command: quantize\n  observer: percentile much", "observer 'percentile much'"),
         ("steps:\n- command: kv\n  bits: 4\n  nsamples: 0", "step 1: --nsamples 0"),

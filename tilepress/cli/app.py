@@ -18,7 +18,7 @@ from tilepress.version import __version__
 COMMANDS = {
     "Try": ["demo", "generate", "chat", "compare"],
     "Look": ["inspect", "verify", "report", "models", "env"],
-    "Change and share": ["convert"],
+    "Change and share": ["convert", "push"],
 }
 COMPRESS = {"One recipe": ["prune", "recover", "quantize", "kv"], "Several": ["stack"]}
 EVALUATE = {"What it costs": ["perplexity", "tasks"], "What it brings": ["speed", "kernels"]}

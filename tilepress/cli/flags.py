@@ -47,6 +47,9 @@ Report = Annotated[
         "--report", metavar="FILE", help="Then show it on a page (HTML; needs the extra report).", show_default=False
     ),
 ]
+WriteCard = Annotated[
+    bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]

@@ -15,18 +15,21 @@ from tilepress.cli.flags import (
     Revision,
     Threads,
     Trust,
+    WriteCard,
     parse_dtype,
     parse_share,
 )
 from tilepress.cli.terminal import (
     EXIT_CHECK_FAILED,
     Bar,
+    check_card,
     check_report,
     check_writable,
     quiet_libraries,
     say,
     settle_threads,
     show,
+    show_card,
     show_report,
     table,
     with_error,
@@ -94,6 +97,7 @@ def perplexity(
     revision: Revision = None,
     output: JsonFile = None,
     report: Report = None,
+    write_card: WriteCard = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -105,6 +109,7 @@ def perplexity(
     if allowed is not None and base is None:
         raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
     check_report(report)
+    check_card(model, write_card)
     from tilepress.device import find_device
     from tilepress.runtime.parallel.group import TensorParallel
 
@@ -139,6 +144,7 @@ def perplexity(
         return
     show(found.to_json(), output, _text, json_)
     show_report([found.to_json()], report)
+    show_card(model, found.to_json(), write_card)
     if allowed is not None and (increase := found.perplexity / found.comparison.base.perplexity - 1) > allowed:
         say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -14,10 +14,22 @@ from tilepress.cli.flags import (
     Revision,
     Seed,
     Trust,
+    WriteCard,
     parse_batches,
     parse_dtype,
 )
-from tilepress.cli.terminal import cell, check_report, check_writable, quiet_libraries, say, show, show_report, table
+from tilepress.cli.terminal import (
+    cell,
+    check_card,
+    check_report,
+    check_writable,
+    quiet_libraries,
+    say,
+    show,
+    show_card,
+    show_report,
+    table,
+)
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
 _KERNELS_SHOWN = 6
@@ -40,6 +52,7 @@ def speed(
     ] = "auto",
     output: JsonFile = None,
     report: Report = None,
+    write_card: WriteCard = False,
     seed: Seed = 0,
     device: Device = "auto",
     trust_remote_code: Trust = False,
@@ -53,6 +66,7 @@ def speed(
     torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
     check_report(report)
+    check_card(model, write_card)
     from tilepress.bench.speed import Protocol, Subject, speed as measure
     from tilepress.device import find_device
     from tilepress.formats.checkpoint import open_model
@@ -78,6 +92,7 @@ def speed(
     if is_first:
         show(found, output, speed_text, json_)
         show_report([found], report)
+        show_card(model, found, write_card)
 
 
 def speed_text(found: dict) -> str:

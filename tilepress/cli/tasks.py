@@ -5,14 +5,28 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Bos, Device, Json, JsonFile, Model, Quiet, Report, Revision, Trust, parse_dtype
+from tilepress.cli.flags import (
+    Bos,
+    Device,
+    Json,
+    JsonFile,
+    Model,
+    Quiet,
+    Report,
+    Revision,
+    Trust,
+    WriteCard,
+    parse_dtype,
+)
 from tilepress.cli.terminal import (
     Bar,
     cell,
+    check_card,
     check_report,
     check_writable,
     quiet_libraries,
     show,
+    show_card,
     show_report,
     table,
     with_error,
@@ -45,6 +59,7 @@ def tasks(
     revision: Revision = None,
     output: JsonFile = None,
     report: Report = None,
+    write_card: WriteCard = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -53,6 +68,7 @@ def tasks(
     acc_norm divides the log-likelihood of an answer by its characters, acc_bytes by its bytes. A calibrated attention cache is simulated.
     """
     check_report(report)
+    check_card(model, write_card)
     check_writable(output)
     quiet_libraries()
     with Bar("tasks", quiet) as bar:
@@ -71,6 +87,7 @@ def tasks(
         )
     show(found.to_json(), output, _text, json_)
     show_report([found.to_json()], report)
+    show_card(model, found.to_json(), write_card)
 
 
 def _text(result: dict) -> str:
