@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import KVCache, demo
-from tilepress.eval.tasks import TASKS, answers
+from tilepress.eval import harness
+from tilepress.eval.tasks import TASKS, _recovery, answers
 from tilepress.formats import UsageError
 from tilepress.text import documents
 
@@ -126,12 +127,13 @@ def test_the_command(tiny, questions, cli):
     assert "flips" in ran.out and "ran 29 layers by torch linear on cpu" in ran.out
 
 
-def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli):
+def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli, monkeypatch):
     (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "gold.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
     (tmp_path / "empty.jsonl").write_text("")
     for options, message in (
-        ({"tasks": ["arc"]}, "--tasks arc is unknown"),
+        ({"tasks": ["arc"], "dataset": questions}, "--dataset is for our own"),
+        ({"fewshot": -1}, "--fewshot -1"),
         ({"tasks": []}, "unknown"),
         ({"tasks": ["hellaswag"] * 2, "dataset": questions}, "items of one task"),
         ({"limit": 0, "dataset": questions}, "nothing to answer"),
@@ -144,5 +146,51 @@ def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli):
         with pytest.raises(UsageError, match=message) as raised:
             tilepress.tasks(tiny, **options)
         assert raised.value.hint
-    ran = cli("eval", "tasks", tiny, "--tasks", "arc,hellaswag")
-    assert ran.code == 2 and ran.err.count("\n") == 2
+    for words in (("--min-recovery", "99%"), ("--min-recovery", "200", "--base", tiny), ("--tasks", "gone.yaml")):
+        ran = cli("eval", "tasks", tiny, *words)
+        assert ran.code == 2 and ran.err.count("\n") == 2 and ran.out == "", ran.err
+    with monkeypatch.context() as without:
+        without.setattr(harness, "find_spec", lambda name: None)
+        ran = cli("eval", "tasks", tiny, "--tasks", "arc_easy,hellaswag")
+        assert ran.code == 2 and "tilepress[tasks]" in ran.err and ran.err.count("\n") == 2
+
+
+@pytest.fixture
+def task_file(questions, tmp_path):
+    """The questions as a task of lm-evaluation-harness."""
+    lines = ["task: asked", "dataset_path: json", "dataset_kwargs:", f"  data_files: {questions}", "test_split: train"]
+    lines += ["output_type: multiple_choice", 'doc_to_text: "{{query}}"', 'doc_to_target: "{{gold}}"']
+    lines += ['doc_to_choice: "choices"', "metric_list:", *(f"  - metric: {name}" for name in ("acc", "acc_norm"))]
+    (tmp_path / "asked.yaml").write_text("\n".join(lines) + "\n")
+    return tmp_path / "asked.yaml"
+
+
+def test_the_harness_scores_as_we_do(tiny, artifact, questions, task_file, cli):
+    pytest.importorskip("lm_eval")
+    options = {"base": tiny, "device": "cpu", "dtype": torch.float32}
+    ours = tilepress.tasks(artifact, dataset=questions, **options)
+    found = tilepress.tasks(artifact, [str(task_file)], **options)
+    (theirs,), (mine,) = found.results, ours.results
+    assert theirs.task == "asked" and theirs.items == 10 and theirs.main == "acc_norm"
+    for name in ("acc", "acc_norm"):
+        assert theirs.scores[name] == pytest.approx((getattr(mine, name), getattr(mine, f"{name}_stderr")))
+        assert theirs.base[name] == pytest.approx((getattr(mine.base, name), getattr(mine.base, f"{name}_stderr")))
+    assert (theirs.recovery, theirs.recovery_stderr) == pytest.approx((mine.recovery, mine.recovery_stderr))
+    assert found.recovery[0] == pytest.approx(theirs.scores["acc_norm"][0] / theirs.base["acc_norm"][0])
+    words = ("eval", "tasks", artifact, "--tasks", task_file, "--base", tiny, "--device", "cpu", "--dtype", "float32")
+    share = f"{100 * theirs.recovery:.0f}%"
+    ran = cli(*words, "--min-recovery", "1%")
+    assert ran.code == 0 and "recovery over tasks" in ran.out and share.rstrip("%") in ran.out and "acc_norm" in ran.out
+    quick = cli(*words, "--min-recovery", "100000%", "--limit", 2, "--json")
+    assert quick.code == 3 and "check failed" in quick.err and quick.json["results"]["asked"]["items"] == 2
+
+
+def test_the_error_of_a_recovery_is_that_of_its_spread():
+    """Against thousands of draws of the same two kinds of answers."""
+    draws = np.random.default_rng(0)
+    base = draws.random((4000, 200)) < 0.6
+    own = np.where(draws.random(base.shape) < 0.9, base, draws.random(base.shape) < 0.3).astype(float)
+    found = [_recovery(*pair) for pair in zip(own[:200], base[:200].astype(float), strict=True)]
+    spread = (own.mean(1) / base.mean(1)).std()
+    assert np.mean([error for _, error in found]) == pytest.approx(spread, rel=0.1)
+    assert _recovery(own[0], np.zeros(200)) == (None, None) and _recovery(base[0] * 1.0, base[0] * 1.0) == (1.0, 0.0)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save, save_file
 
+from tilepress.compress.recipes import Steps, recipe
 from tilepress.compress.run.finish import model_card
 from tilepress.compress.run.lock import holder_of
 from tilepress.compress.run.plan import done_record
@@ -275,6 +276,16 @@ def _jsonl() -> dict[str, bytes]:
     return {"sound": "\n".join(json.dumps(line) for line in lines).encode()}
 
 
+def _recipe() -> dict[str, bytes]:
+    steps = [
+        {"command": "prune", "sparsity": 0.5, "method": "wanda", "ignore": ["lm_head"], "dataset": "text.jsonl"},
+        {"command": "quantize", "activations": "tensor", "observer": "percentile 99.99", "dtype": "bfloat16"},
+        {"command": "recover", "steps": 2, "base": "dense", "nsamples": 4},
+        {"command": "kv", "bits": 4, "group_size": "head"},
+    ]
+    return {"sound": Steps("model", tuple(steps)).to_yaml().encode()}
+
+
 def _done() -> dict[str, bytes]:
     file = {"name": "a", "bytes": 3, "sha256": "0"}
     record = {
@@ -418,6 +429,7 @@ def _read_int8_packed(data: bytes) -> None:
 
 
 READERS = {
+    "recipe": Reader(_as_file("recipe.yaml", lambda path: recipe(path).recipes()), _recipe),
     "header": Reader(_as_file("fuzzed.bin", read_header), _headers),
     "index": Reader(_as_file(INDEX_NAME, _open), _index),
     "config": Reader(_as_file("config.json", _look_at_config), _config),

@@ -6,40 +6,34 @@ import os
 import shlex
 import signal
 import sys
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
-from tilepress.cli import (
-    convert,
-    demo,
-    env,
-    inspect,
-    kernels,
-    kv,
-    perplexity,
-    prune,
-    quantize,
-    recover,
-    speed,
-    tasks,
-    verify,
-)
+from tilepress.cli.commands import Group, register
 from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
 from tilepress.formats import TilepressError
 from tilepress.version import __version__
 
+COMMANDS = {
+    "Try": ["demo", "generate", "chat", "compare"],
+    "Look": ["inspect", "verify", "report", "models", "env"],
+    "Change and share": ["convert", "push"],
+}
+COMPRESS = {"One recipe": ["prune", "recover", "quantize", "kv"], "Several": ["stack"]}
+EVALUATE = {"What it costs": ["perplexity", "tasks"], "What it brings": ["speed", "kernels"]}
+_LOOKS = {"cls": Group, "no_args_is_help": True}
+
 app = typer.Typer(
-    no_args_is_help=True,
+    **_LOOKS,
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Compress a language model into a smaller, faster artifact, and prove what it costs.",
     epilog="Start with: tilepress demo",
 )
-compress = typer.Typer(no_args_is_help=True, help="Turn a checkpoint into a compressed artifact.")
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what an artifact costs and brings.")
+compress = typer.Typer(**_LOOKS, help="Turn a checkpoint into a compressed artifact.")
+evaluate = typer.Typer(**_LOOKS, help="Measure what an artifact costs and brings.")
 
 
 @app.callback(invoke_without_command=True)
@@ -49,19 +43,11 @@ def version(show: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-def _register(group: typer.Typer, modules: list[ModuleType]) -> None:
-    """Add a command for each module: the function that is called like it, with its example below the help."""
-    for module in modules:
-        name = module.__name__.rpartition(".")[2]
-        example = getattr(module, "EXAMPLE", None)
-        group.command(name, epilog=example and f"Example: {example}")(getattr(module, name))
-
-
-app.add_typer(compress, name="compress")
-app.add_typer(evaluate, name="eval")
-_register(compress, [prune, recover, quantize, kv])
-_register(evaluate, [perplexity, tasks, speed, kernels])
-_register(app, [convert, inspect, verify, env, demo])
+app.add_typer(compress, name="compress", rich_help_panel="Compress and measure")
+app.add_typer(evaluate, name="eval", rich_help_panel="Compress and measure")
+register(compress, COMPRESS)
+register(evaluate, EVALUATE)
+register(app, COMMANDS)
 
 
 _NO_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory", "out of memory")
@@ -75,7 +61,7 @@ class _Interrupt:
 
     def __call__(self, number: int, *_) -> None:
         self.seen, self.code = True, 128 + number
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
 
 def main() -> None:

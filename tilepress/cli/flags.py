@@ -44,6 +44,15 @@ Memory = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
 ]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Then show it on a page (HTML; needs the extra report).", show_default=False
+    ),
+]
+WriteCard = Annotated[
+    bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
@@ -111,6 +120,7 @@ class Making:
     dry_run: DryRun = False
     trust_remote_code: Trust = False
     revision: Revision = None
+    report: Report = None
     json_: Json = False
     quiet: Quiet = False
 
@@ -190,13 +200,18 @@ def parse_share(text: str) -> float:
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """Read 0.6, or 0.5,0.6,0.7; the recipe says whether they are in range."""
+    """Read 0.6, or 0.5,0.6,0.7, in the range of a recipe."""
+    from tilepress.compress.prune import expectation
+
     try:
-        return [float(part) for part in text.split(",")]
+        values = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(
             f"--sparsity {text!r} is no number", "0.6 prunes 60 % of the weights: --sparsity 0.6"
         ) from error
+    for value in values:
+        expectation.check(value)
+    return values
 
 
 def parse_list(text: str, what: str) -> list[int]:

@@ -1,6 +1,9 @@
 """`tilepress inspect`: what a model holds."""
 
 import json
+from typing import Annotated
+
+import typer
 
 import tilepress
 from tilepress.cli.flags import Json, Memory, Model, Revision
@@ -9,8 +12,22 @@ from tilepress.cli.terminal import cell, plain, size, table
 from tilepress.formats import foreign_errors
 
 
-def inspect(model: Model, memory: Memory = 1.0, revision: Revision = None, json_: Json = False) -> None:
+def inspect(
+    model: Model,
+    memory: Memory = 1.0,
+    recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print the steps that made it, as `compress stack --recipe` takes them.")
+    ] = False,
+    revision: Revision = None,
+    json_: Json = False,
+) -> None:
     """Show what MODEL holds, weight by weight, from its headers and manifest."""
+    if recipe:
+        from tilepress.formats.checkpoint import open_model
+
+        steps = tilepress.recipe(open_model(model, revision).path)
+        print(json.dumps(steps.to_json(), indent=2) if json_ else steps.to_yaml(), end="" if not json_ else "\n")
+        return
     facts = tilepress.inspect(model, revision).to_json()
     with foreign_errors(f"the manifest of {facts['path']} does not say what it should", "make the artifact again"):
         told = json.dumps(facts, indent=2) if json_ else _text(facts, memory)

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING
 
 import tilepress
 from tilepress.cli.flags import Making
-from tilepress.cli.terminal import Bar, left_alone, plain, quiet_libraries, say, settle_threads, size, table
+from tilepress.cli.terminal import (
+    Bar,
+    check_report,
+    left_alone,
+    plain,
+    quiet_libraries,
+    say,
+    settle_threads,
+    show_report,
+    size,
+    table,
+)
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -75,6 +86,7 @@ def make(
     """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
+    check_report(how.report)
     quiet_libraries()
     settle_threads(how.threads, how.quiet or how.dry_run)
     options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
@@ -113,6 +125,7 @@ def make(
         say(f"warning: {plain(warning)}")
     if len(made.warnings) > _WARNINGS_SHOWN:
         say(f"warning: {len(made.warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
+    show_report([output], how.report)
     return made
 
 

@@ -1,13 +1,39 @@
 """`tilepress eval perplexity`: what a model costs on a text."""
 
-import json
 from typing import Annotated
 
 import typer
 
 import tilepress
-from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Threads, Trust, parse_dtype, parse_share
-from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, quiet_libraries, say, settle_threads, table, with_error
+from tilepress.cli.flags import (
+    Device,
+    Json,
+    JsonFile,
+    Model,
+    Quiet,
+    Report,
+    Revision,
+    Threads,
+    Trust,
+    WriteCard,
+    parse_dtype,
+    parse_share,
+)
+from tilepress.cli.terminal import (
+    EXIT_CHECK_FAILED,
+    Bar,
+    check_card,
+    check_report,
+    check_writable,
+    quiet_libraries,
+    say,
+    settle_threads,
+    show,
+    show_card,
+    show_report,
+    table,
+    with_error,
+)
 from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
@@ -69,6 +95,9 @@ def perplexity(
     threads: Threads = None,
     trust_remote_code: Trust = False,
     revision: Revision = None,
+    output: JsonFile = None,
+    report: Report = None,
+    write_card: WriteCard = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -79,6 +108,8 @@ def perplexity(
     allowed = parse_share(max_increase) if max_increase is not None else None
     if allowed is not None and base is None:
         raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
+    check_report(report)
+    check_card(model, write_card)
     from tilepress.device import find_device
     from tilepress.runtime.parallel.group import TensorParallel
 
@@ -86,6 +117,8 @@ def perplexity(
     settle_threads(threads, quiet)
     group = TensorParallel.start(find_device(device))
     is_first = group is None or group.rank == 0
+    if is_first:
+        check_writable(output)
     with Bar("perplexity", quiet or not is_first) as bar:
         found = tilepress.perplexity(
             model,
@@ -109,7 +142,9 @@ def perplexity(
         group.close()
     if not is_first:
         return
-    print(json.dumps(found.to_json(), indent=2) if json_ else _text(found.to_json()))
+    show(found.to_json(), output, _text, json_)
+    show_report([found.to_json()], report)
+    show_card(model, found.to_json(), write_card)
     if allowed is not None and (increase := found.perplexity / found.comparison.base.perplexity - 1) > allowed:
         say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -25,7 +25,7 @@ from tilepress.cli.flags import (
     takes,
 )
 from tilepress.cli.making import Words, make, own_text, plan_text, result_text, say_next, zeros_text
-from tilepress.cli.terminal import Bar, quiet_libraries, say, table
+from tilepress.cli.terminal import Bar, check_report, quiet_libraries, say, show_report, table
 from tilepress.formats import UsageError
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def _sweep(
         raise UsageError("--sweep measures one artifact after the other", "leave out --workers, --rank and --dry-run")
     from tilepress.eval.sweep import HEAD, cells, sweep
 
+    check_report(how.report)
     quiet_libraries()
     for warning in dict.fromkeys(warning for recipe in recipes for warning in recipe.warnings()):
         say(f"warning: {warning}")
@@ -173,6 +174,7 @@ def _sweep(
     print(json.dumps(found.to_json(), indent=2) if how.json_ else table(title, HEAD, cells(found.rows)))
     if not how.quiet:
         say(f"wrote {output}/sweep.md, sweep.svg and sweep.json")
+    show_report([output / "sweep.json"], how.report)
 
 
 def _plan_text(facts: dict) -> str:

@@ -4,8 +4,32 @@ from typing import Annotated
 
 import typer
 
-from tilepress.cli.flags import Device, Json, JsonFile, Model, Quiet, Revision, Seed, Trust, parse_batches, parse_dtype
-from tilepress.cli.terminal import cell, check_writable, quiet_libraries, say, show, table
+from tilepress.cli.flags import (
+    Device,
+    Json,
+    JsonFile,
+    Model,
+    Quiet,
+    Report,
+    Revision,
+    Seed,
+    Trust,
+    WriteCard,
+    parse_batches,
+    parse_dtype,
+)
+from tilepress.cli.terminal import (
+    cell,
+    check_card,
+    check_report,
+    check_writable,
+    quiet_libraries,
+    say,
+    show,
+    show_card,
+    show_report,
+    table,
+)
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
 _KERNELS_SHOWN = 6
@@ -27,6 +51,8 @@ def speed(
         str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
     ] = "auto",
     output: JsonFile = None,
+    report: Report = None,
+    write_card: WriteCard = False,
     seed: Seed = 0,
     device: Device = "auto",
     trust_remote_code: Trust = False,
@@ -39,6 +65,8 @@ def speed(
     A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
     torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
+    check_report(report)
+    check_card(model, write_card)
     from tilepress.bench.speed import Protocol, Subject, speed as measure
     from tilepress.device import find_device
     from tilepress.formats.checkpoint import open_model
@@ -63,6 +91,8 @@ def speed(
         group.close()
     if is_first:
         show(found, output, speed_text, json_)
+        show_report([found], report)
+        show_card(model, found, write_card)
 
 
 def speed_text(found: dict) -> str:

@@ -1,20 +1,52 @@
 """`tilepress eval tasks`: what a model answers."""
 
-import json
 from typing import Annotated
 
 import typer
 
 import tilepress
-from tilepress.cli.flags import Bos, Device, Json, Model, Quiet, Revision, Trust, parse_dtype
-from tilepress.cli.terminal import Bar, cell, quiet_libraries, table, with_error
+from tilepress.cli.flags import (
+    Bos,
+    Device,
+    Json,
+    JsonFile,
+    Model,
+    Quiet,
+    Report,
+    Revision,
+    Trust,
+    WriteCard,
+    parse_dtype,
+    parse_share,
+)
+from tilepress.cli.terminal import (
+    EXIT_CHECK_FAILED,
+    Bar,
+    cell,
+    check_card,
+    check_report,
+    check_writable,
+    quiet_libraries,
+    say,
+    show,
+    show_card,
+    show_report,
+    table,
+    with_error,
+)
+from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress eval tasks pruned --base MODEL --tasks hellaswag --limit 1000"
 
 
 def tasks(
     model: Model,
-    tasks: Annotated[str, typer.Option(metavar="LIST", help="Of hellaswag.")] = "hellaswag",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help="hellaswag (our own scorer); or names and YAML files of lm-evaluation-harness."
+        ),
+    ] = "hellaswag",
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare with this model, item by item.", show_default=False)
     ] = None,
@@ -26,6 +58,16 @@ def tasks(
             show_default=False,
         ),
     ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(help="Examples before each item (harness).  [default: the task's own]", show_default=False),
+    ] = None,
+    min_recovery: Annotated[
+        str | None,
+        typer.Option(
+            metavar="99%", help="Exit with 3 if the mean score over --base's is less, tasks alike.", show_default=False
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each task at most.", show_default=False)] = None,
     bos: Bos = "auto",
     dtype: Annotated[
@@ -34,6 +76,9 @@ def tasks(
     device: Device = "auto",
     trust_remote_code: Trust = False,
     revision: Revision = None,
+    output: JsonFile = None,
+    report: Report = None,
+    write_card: WriteCard = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -41,6 +86,12 @@ def tasks(
 
     acc_norm divides the log-likelihood of an answer by its characters, acc_bytes by its bytes. A calibrated attention cache is simulated.
     """
+    least = parse_share(min_recovery) if min_recovery is not None else None
+    if least is not None and base is None:
+        raise UsageError("--min-recovery compares with a base that is not given", "add --base MODEL")
+    check_report(report)
+    check_card(model, write_card)
+    check_writable(output)
     quiet_libraries()
     with Bar("tasks", quiet) as bar:
         found = tilepress.tasks(
@@ -49,6 +100,7 @@ def tasks(
             dataset,
             base=base,
             limit=limit,
+            fewshot=fewshot,
             bos=bos,
             device=device,
             dtype=parse_dtype(dtype) or "auto",
@@ -56,12 +108,21 @@ def tasks(
             revision=revision,
             progress=bar.at,
         )
-    print(json.dumps(found.to_json(), indent=2) if json_ else _text(found.to_json()))
+    show(found.to_json(), output, _text, json_)
+    show_report([found.to_json()], report)
+    show_card(model, found.to_json(), write_card)
+    if least is not None:
+        recovery = (found.recovery or (0.0, None))[0]
+        if recovery < least:
+            say(f"check failed: {recovery:.2%} of the base's scores are recovered, less than the {least:.2%} asked for")
+            raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def _text(result: dict) -> str:
     """Return a row for each task and model, and what ran."""
     rows, protocol = [], result["protocol"]
+    if protocol["scored_by"] != "tilepress":
+        return _of_harness(result)
 
     def row(task: str, model: str, scores: dict, *told: str) -> list[str]:
         cells = [with_error(scores[name], scores.get(f"{name}_stderr")) for name in ("acc", "acc_norm", "acc_bytes")]
@@ -69,13 +130,13 @@ def _text(result: dict) -> str:
 
     head = ["task", "model", "acc", "acc_norm", "acc_bytes"]
     if result["base_model"]:
-        head += ["change of acc_norm", "flips"]
+        head += ["change of acc_norm", "flips", "recovery"]
     for name, scores in result["results"].items():
         told = []
         if "base" in scores:
-            rows.append(row(name, f"{result['base_model']} (base)", scores["base"], "", ""))
+            rows.append(row(name, f"{result['base_model']} (base)", scores["base"], "", "", ""))
             change = with_error(scores["acc_norm_change"], scores.get("acc_norm_change_stderr"))
-            told = [change, cell(scores["flips"], ".2%")]
+            told = [change, cell(scores["flips"], ".2%"), _recovered(scores)]
         rows.append(row(name, result["model"], scores, *told))
     sizes = ", ".join(f"{scores['items']:,} items of {scores['dataset']}" for scores in result["results"].values())
     title = f"{sizes}; {protocol['dtype']} on {protocol['device']}"
@@ -83,3 +144,31 @@ def _text(result: dict) -> str:
         title += f" (quick: at most {protocol['limit']} items)"
     ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
     return table(title, head, rows) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
+
+
+def _recovered(scores: dict) -> str:
+    """Return the recovery in percent, with its error."""
+    if "recovery" not in scores:
+        return ""
+    error = scores.get("recovery_stderr")
+    return f"{scores['recovery']:.2%}" + ("" if error is None else f" ± {error:.2%}")
+
+
+def _of_harness(result: dict) -> str:
+    """Return a row for each task and metric, and what ran."""
+    rows, with_base = [], result["base_model"] is not None
+    for name, scores in result["results"].items():
+        metrics = [key for key in scores if f"{key}_stderr" in scores and key != "recovery"]
+        for metric in metrics:
+            base = scores.get("base", {})
+            row = [name, f"{scores['items']:,}", metric, with_error(scores[metric], scores[f"{metric}_stderr"])]
+            told = [with_error(base[metric], base.get(f"{metric}_stderr"))] if with_base else []
+            rows.append([*row, *told, *([_recovered(scores) if metric == scores["main"] else ""] if with_base else [])])
+    head = ["task", "items", "metric", "model", *(["base", "recovery"] if with_base else [])]
+    protocol = result["protocol"]
+    title = f"lm-evaluation-harness; {protocol['dtype']} on {protocol['device']}"
+    if protocol["limit"]:
+        title += f" (quick: at most {protocol['limit']} items)"
+    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
+    total = f"\n\n  recovery over tasks {_recovered(result)}" if "recovery" in result else ""
+    return table(title, head, rows) + total + f"\n\n  ran {ran}; {result['seconds']:.1f} s"

@@ -1,13 +1,16 @@
 """Output to the terminal: progress, tables, sizes. Words go to stderr, results to stdout."""
 
 import json
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 3, 130
 _PLAIN_EVERY_S = 10.0
+_LOG = logging.getLogger("tilepress")
 
 
 class Bar:
@@ -19,7 +22,7 @@ class Bar:
         self._started, self._printed, self._live = time.monotonic(), time.monotonic(), None
 
     def __enter__(self) -> "Bar":
-        if not self.quiet and sys.stderr.isatty():
+        if not self.quiet and sys.stderr.isatty() and not _is_verbose():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -47,11 +50,12 @@ class Bar:
     def at(self, item: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of work are done, and what is at hand."""
         item = plain(item)
+        log(f"{self.title}: {done} of {total}  {item}")
         self.done, self.total = done, max(total, 1)
         now = time.monotonic()
         if self._live:
             self._live.update(self._task, completed=self.done, total=self.total, item=item)
-        elif not self.quiet and now - self._printed > _PLAIN_EVERY_S:
+        elif not self.quiet and not _is_verbose() and now - self._printed > _PLAIN_EVERY_S:
             self._printed = now
             left = (now - self._started) / self.done * (self.total - self.done) if self.done else None
             say(
@@ -70,7 +74,44 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def say(text: str) -> None:
-    print(plain(text, keep="\n"), file=sys.stderr, flush=True)
+    text = plain(text, keep="\n")
+    print(text, file=sys.stderr, flush=True)
+    _LOG.info(text)
+
+
+def log(text: str) -> None:
+    """Tell a step to those who want every one: the log file, and stderr with `-v`."""
+    _LOG.debug(plain(text, keep="\n"))
+
+
+def _is_verbose() -> bool:
+    return any(type(handler) is logging.StreamHandler for handler in _LOG.handlers)
+
+
+@contextmanager
+def keep_log(file: Path | None, verbose: bool) -> Iterator[None]:
+    """Append steps and words to a file while the body runs, and with `verbose` tell the steps on stderr, too."""
+    handlers: list[logging.Handler] = []
+    if file is not None:
+        from tilepress.formats.files import regular
+
+        regular(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    if verbose:
+        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers[-1].addFilter(lambda record: record.levelno == logging.DEBUG)  # words are there already
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        _LOG.addHandler(handler)
+    _LOG.propagate = False
+    _LOG.setLevel(logging.DEBUG if handlers else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            _LOG.removeHandler(handler)
+            handler.close()
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
@@ -147,6 +188,43 @@ def check_writable(output: Path | None) -> None:
         with disk_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             output.open("a").close()
+
+
+def check_report(report: Path | None) -> None:
+    """Raise UsageError before the work where a page cannot be made of it."""
+    from importlib.util import find_spec
+
+    from tilepress.formats import UsageError
+
+    if report is not None:
+        if find_spec("plotly") is None:
+            raise UsageError("--report needs plotly, which is not installed", "pip install 'tilepress[report]'")
+        check_writable(report)
+
+
+def show_report(runs: list, report: Path | None) -> None:
+    """Write a page of what was found, if one was asked for."""
+    if report is not None:
+        import tilepress
+
+        tilepress.report(runs, report)
+        say(f"wrote {report}")
+
+
+def check_card(model: str, write_card: bool) -> None:
+    """Raise UsageError before the work for a model that has no card of ours."""
+    from tilepress.formats import UsageError
+
+    if write_card and not (Path(model) / "tilepress.json").exists():
+        raise UsageError(f"--write-card, but {model} is no artifact in a folder", "leave it out, or give an artifact")
+
+
+def show_card(model: str, found: dict, write_card: bool) -> None:
+    """Add what was found to the artifact's card, if that was asked for."""
+    if write_card:
+        import tilepress
+
+        say(f"wrote {tilepress.write_card(model, found)}")
 
 
 def show(found: dict, output: Path | None, text: Callable[[dict], str], json_: bool) -> None:

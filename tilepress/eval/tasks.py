@@ -9,14 +9,15 @@ The scores are those of lm-evaluation-harness (Gao et al. 2021, "A framework for
 Context and ending are tokenized together and divided at the length of the context's own tokens, which lie before the ending also where a token would
 span both. Standard errors are those of a mean over items; against a base they are paired. A window begins with the BOS as those of a perplexity do.
 
-A task is a row of `TASKS`: where its items are, and how one is read.
+A task of our own is a row of `TASKS`: where its items are, and how one is read. It needs no network where its items are in a file. All other names, and YAML
+files, are tasks of lm-evaluation-harness itself (harness.py).
 """
 
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from tilepress.device import find_device
+from tilepress.eval import harness
 from tilepress.eval.scores import score
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.checkpoint import open_model
@@ -32,6 +34,7 @@ from tilepress.runtime.loader import load, paths
 from tilepress.text import check_vocabulary, load_tokenizer, max_positions, rows, window_start
 
 _TOKENS_AT_ONCE = 2048
+_BATCH = 8  # requests that the harness runs together
 METRICS = ("acc", "acc_norm", "acc_bytes")
 
 Progress = Callable[[str, int, int], None]  # what, windows done, windows in all
@@ -96,6 +99,43 @@ class TaskResult(Accuracy):
     flips: float | None = (
         None  # share of items of which one of the two answers rightly and the other does not, by acc_norm
     )
+    recovery: float | None = None  # acc_norm over the base's
+    recovery_stderr: float | None = None
+
+    def to_json(self) -> dict:
+        """Return what is known as a dictionary of plain values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class HarnessResult:
+    """The scores of a model at a task of lm-evaluation-harness, {metric: (mean, standard error)}, and beside a base's.
+
+    The recovery is that of the metric `main`; its error is of paired items."""
+
+    task: str
+    items: int
+    main: str
+    scores: dict[str, tuple[float, float | None]]
+    base: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    recovery: float | None = None
+    recovery_stderr: float | None = None
+
+    def to_json(self) -> dict:
+        """Return what is known as a dictionary of plain values, in the words of the scorer of our own."""
+        told = {"task": self.task, "items": self.items, "dataset": "lm-evaluation-harness", "main": self.main}
+        told |= _named(self.scores)
+        if self.base:
+            told["base"] = _named(self.base)
+        if self.recovery is not None:
+            told |= {"recovery": self.recovery, "recovery_stderr": self.recovery_stderr}
+        return told
+
+
+def _named(scores: dict[str, tuple[float, float | None]]) -> dict[str, float | None]:
+    return {
+        key: value for name, pair in scores.items() for key, value in zip((name, f"{name}_stderr"), pair, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -104,19 +144,28 @@ class TasksResult:
 
     model: str
     base_model: str | None
-    results: tuple[TaskResult, ...]
+    results: tuple[TaskResult | HarnessResult, ...]
     protocol: dict
     paths: dict[str, int]  # which implementation served how many layers
     seconds: float
 
     def to_json(self) -> dict:
         """Return what `eval tasks --json` prints, as a dictionary of plain values."""
-        found = asdict(self)
-        found["results"] = {
-            result["task"]: {name: value for name, value in result.items() if value is not None}
-            for result in found["results"]
-        }
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        found["results"] = {result.task: result.to_json() for result in self.results}
+        if self.recovery is not None:
+            found |= dict(zip(("recovery", "recovery_stderr"), self.recovery, strict=True))
         return found
+
+    @property
+    def recovery(self) -> tuple[float, float | None] | None:
+        """The mean of the tasks' recoveries and its standard error, tasks as they are; None without a base."""
+        told = [(result.recovery, result.recovery_stderr) for result in self.results]
+        if not told or any(value is None for value, _ in told):
+            return None
+        errors = [error for _, error in told]
+        error = None if None in errors else math.sqrt(sum(error**2 for error in errors)) / len(told)
+        return sum(value for value, _ in told) / len(told), error
 
 
 def tasks(
@@ -126,6 +175,7 @@ def tasks(
     *,
     base: str | Path | None = None,
     limit: int | None = None,
+    fewshot: int | None = None,
     bos: str = "auto",
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
@@ -136,23 +186,32 @@ def tasks(
     """Measure how often a model finds the right ending, and with `base` how that changed.
 
     model, base  folders or hub ids, dense or artifacts; a calibrated attention cache of the model is simulated
-    tasks        names of TASKS
+    tasks        names of TASKS; or names and YAML files of lm-evaluation-harness, which the extra `tasks` brings
     dataset      a .jsonl, .json or .parquet file, or HUB_ID[:CONFIG[:SPLIT]], with the rows of the one task; unless given the hub's
     limit        items of each task at most
+    fewshot      examples before each item, of lm-evaluation-harness; unless given the task's own number
     bos          whether windows begin with the BOS: text.window_start
 
     Raises UsageError for an unknown task, and for rows that are none of it; TilepressError for logits that are not finite."""
     progress = progress or (lambda what, done, total: None)
-    chosen = _chosen(tasks, dataset, limit)
+    ours = all(name in TASKS for name in tasks) and fewshot is None
+    chosen = _chosen(tasks, dataset, limit, fewshot, ours)
     checkpoint = open_model(model, revision)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     start = window_start(tokenizer, bos)
-    items = {name: _items(name, source, limit) for name, source in chosen.items()}
+    items = {name: _items(name, source, limit) for name, source in chosen.items() if ours}
     options = {"device": find_device(device), "dtype": dtype, "trust_remote_code": trust_remote_code}
     started = time.monotonic()
     subject = load(str(checkpoint.path), **options)
     other = None if base is None else load(str(base), kv=False, **options)
     results = []
+    if not ours:
+        how = {"limit": limit, "fewshot": fewshot, "bos": bool(start), "batch": _BATCH}
+        progress("tasks", 0, 1)
+        own = harness.scores(subject, tokenizer, tasks, **how)
+        theirs = [None] * len(own) if other is None else harness.scores(other, tokenizer, tasks, **how)
+        results = [_of_harness(*pair) for pair in zip(own, theirs, strict=True)]
+        progress("tasks", 1, 1)
     for name, questions in items.items():
         right = answers(subject, tokenizer, questions, start, progress)
         theirs = None if other is None else answers(other, tokenizer, questions, start, progress)
@@ -163,6 +222,8 @@ def tasks(
         tuple(results),
         {
             "limit": limit,
+            "scored_by": "tilepress" if ours else "lm-evaluation-harness",
+            "fewshot": fewshot,
             "bos": bos,
             "window_start": tokenizer.convert_ids_to_tokens(start),
             "dtype": dtype_name(subject.dtype),
@@ -173,16 +234,26 @@ def tasks(
     )
 
 
-def _chosen(names: Sequence[str], dataset: str | Path | None, limit: int | None) -> dict[str, str]:
-    unknown = [name for name in names if name not in TASKS]
-    if unknown or not names:
-        raise UsageError(f"--tasks {','.join(unknown) or 'of no name'} is unknown", f"choose of {', '.join(TASKS)}")
+def _chosen(
+    names: Sequence[str], dataset: str | Path | None, limit: int | None, fewshot: int | None, ours: bool
+) -> dict[str, str]:
+    if not names:
+        raise UsageError("--tasks of no name is unknown", f"choose {', '.join(TASKS)}, or tasks of the harness")
     if dataset is not None and len(names) > 1:
         raise UsageError(
             f"--dataset holds the items of one task, --tasks names {len(names)}", "run one after the other"
         )
     if limit is not None and limit < 1:
         raise UsageError(f"--limit {limit} leaves nothing to answer", "use at least 1")
+    if fewshot is not None and fewshot < 0:
+        raise UsageError(f"--fewshot {fewshot} cannot be", "use 0 or more examples")
+    if not ours:
+        if dataset is not None:
+            raise UsageError(
+                f"--dataset is for our own {', '.join(TASKS)}", "a task of the harness has its data in its YAML file"
+            )
+        harness.check(names)
+        return {}
     return {name: TASKS[name].dataset if dataset is None else str(dataset) for name in names}
 
 
@@ -275,10 +346,33 @@ def _result(name: str, dataset: str, right: np.ndarray, theirs: np.ndarray | Non
         return TaskResult(**told)
     normed = METRICS.index("acc_norm")
     change, error = _mean(right[:, normed].astype(float) - theirs[:, normed])
+    recovery, recovery_error = _recovery(right[:, normed].astype(float), theirs[:, normed].astype(float))
     return TaskResult(
         **told,
         base=Accuracy(**_accuracy(theirs)),
         acc_norm_change=change,
         acc_norm_change_stderr=error,
         flips=float((right[:, normed] != theirs[:, normed]).mean()),
+        recovery=recovery,
+        recovery_stderr=recovery_error,
     )
+
+
+def _of_harness(own: harness.ItemScores, theirs: harness.ItemScores | None) -> HarnessResult:
+    means = {name: _mean(values) for name, values in own.metrics.items()}
+    about = own.task, len(next(iter(own.metrics.values()))), own.main, means
+    if theirs is None:
+        return HarnessResult(*about)
+    base = {name: _mean(values) for name, values in theirs.metrics.items()}
+    return HarnessResult(*about, base, *_recovery(own.metrics[own.main], theirs.metrics[own.main]))
+
+
+def _recovery(own: np.ndarray, base: np.ndarray) -> tuple[float | None, float | None]:
+    """Return the quotient of two means over the same items and its standard error, that of the residuals own - quotient * base.
+
+    None where the base scores nothing."""
+    if not base.mean():
+        return None, None
+    value = float(own.mean() / base.mean())
+    _, error = _mean(own - value * base)
+    return value, None if error is None else error / float(base.mean())

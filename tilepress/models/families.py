@@ -95,6 +95,20 @@ class Family:
         """Name what a config has that our passes do not compute, or return None."""
         return next((s.otherwise for s in self.settings if getattr(config, s.key, s.value) != s.value), None)
 
+    def to_json(self) -> dict:
+        """Return what works for the family beyond what works for every model, as `tilepress models --json` prints it."""
+        return {
+            "model_type": self.model_type,
+            "model": self.class_names().get("model", "").rpartition(".")[2] or None,
+            "lean_decode": self.decodes,
+            "tensor_parallel": self.decodes,
+            "fused_int8_layers": self.int8_layers,
+            "fused_attention": self.fused_attention,
+            "folds": bool(self.folds),
+            "experts": self.experts is not None,
+            "limits": self.limits or None,
+        }
+
 
 _FOLDS = (("down_proj", "up_proj"), ("o_proj", "v_proj"))
 _LLAMA = Family(
@@ -220,6 +234,11 @@ FAMILIES = (
 
 _BY_CLASS = {(kind, name): family for family in FAMILIES for kind, name in family.class_names().items()}
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def families() -> tuple[Family, ...]:
+    """Return every family that has an entry; each `to_json` says what works for it."""
+    return FAMILIES
 
 
 def family_of(module: object, kind: str) -> Family | None:

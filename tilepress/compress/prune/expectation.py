@@ -1,9 +1,17 @@
-"""The quality to expect of a pruned model, said before somebody deploys it. Figures: docs/pruning.md."""
+"""What a sparsity may be, and the quality to expect of a model pruned to it, said before somebody deploys it. Figures: docs/pruning.md."""
+
+from tilepress.formats import UsageError
 
 USABLE = 0.55  # the sparsity up to which magnitude pruning alone is worth a try
 # Perplexity over dense of an 18 M parameter Llama, by magnitude per layer.
 MEASURED = {0.5: 1.2, 0.6: 1.7, 0.7: 5.2, 0.8: 70.0}
 RECOVERED = {0.5: 1.011, 0.6: 1.028, 0.7: 1.067, 0.8: 1.151}  # the same model pruned by sparsegpt and trained 800 steps
+
+
+def check(sparsity: float) -> None:
+    """Raise UsageError for what is no share of weights to prune."""
+    if not 0 <= sparsity < 1:
+        raise UsageError(f"sparsity {sparsity:g} is not in [0, 1)", "0.6 prunes 60 % of the weights: --sparsity 0.6")
 
 
 def warning(method: str, sparsity: float) -> str | None:

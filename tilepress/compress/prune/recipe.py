@@ -76,10 +76,7 @@ class Prune(Recipe):
 
     def __post_init__(self):
         check_kinds(self)
-        if not 0 <= self.sparsity < 1:
-            raise UsageError(
-                f"sparsity {self.sparsity:g} is not in [0, 1)", "0.6 prunes 60 % of the weights: --sparsity 0.6"
-            )
+        expectation.check(self.sparsity)
         for value, choices, flag in (
             (self.scope, SCOPES, "scope"),
             (self.method, METHODS, "method"),

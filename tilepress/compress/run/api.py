@@ -129,7 +129,7 @@ def compress(
     output: str | Path,
     recipe: Recipe | Sequence[Recipe],
     *,
-    dataset: str | Path | Text | None = None,
+    dataset: str | Path | Text | Sequence[str | Path | Text | None] | None = None,
     device: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
@@ -146,7 +146,7 @@ def compress(
     output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
     recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
     dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2.
-                What the model writes itself is made before: `tilepress.sample(model).text`
+                What the model writes itself is made before: `tilepress.sample(model).text`. Of several recipes each has its own if this is a list
     device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
@@ -163,13 +163,18 @@ def compress(
     if not recipes or not all(isinstance(each, Recipe) for each in recipes):
         raise UsageError(f"{recipe!r} is no recipe", "give Prune, Quantize, KVCache, Recover or Convert, or a list")
     how = {"workers": workers, "rank": rank, "world_size": world_size}
+    datasets = list(dataset) if isinstance(dataset, (list, tuple)) else [dataset] * len(recipes)
+    if len(datasets) != len(recipes):
+        told = f"{len(datasets)} texts for {len(recipes)} recipes"
+        raise UsageError(told, "give one for all, or one for each: None where it reads none")
     if len(recipes) == 1:
+        (dataset,) = datasets
         run = plan(model, output, recipes[0], dataset=dataset, trust_remote_code=trust_remote_code, revision=revision)
         return run.start(device, resume=resume, overwrite=overwrite, progress=progress, **how)
     if world_size != 1:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
-    return _stack(open_model(model, revision), _folder(output), recipes, dataset, trust_remote_code, how, progress)
+    return _stack(open_model(model, revision), _folder(output), recipes, datasets, trust_remote_code, how, progress)
 
 
 def plan(
@@ -243,7 +248,13 @@ def _outcome(output: Path, recipe: Recipe, source_bytes: int, *, left_behind: bo
 
 
 def _stack(
-    model: Checkpoint, output: Path, recipes: list[Recipe], dataset, trust: bool, how: dict, progress: Report | None
+    model: Checkpoint,
+    output: Path,
+    recipes: list[Recipe],
+    datasets: list,
+    trust: bool,
+    how: dict,
+    progress: Report | None,
 ) -> Outcome:
     """Apply recipes one after the other, each to what the one before made."""
     check_place(output, model.path)
@@ -253,10 +264,11 @@ def _stack(
     for read in (read for recipe in recipes for read in recipe.reads()):
         check_place(output, read)
         check_place(steps, read)
-    texts = [text_for(recipe, dataset, model, trust) for recipe in recipes]
+    pairs = zip(recipes, datasets, strict=True)
+    texts = [text_for(recipe, dataset, model, trust) for recipe, dataset in pairs]
     for text in filter(None, texts):
         _ = text.source  # raises before anything is written
-    if dataset is not None and not any(texts):
+    if any(dataset is not None for dataset in datasets) and not any(texts):
         raise UsageError("none of the recipes reads text, but a dataset is given", "leave it out")
     if output.exists() and any(output.iterdir()) and not (how["resume"] or how["overwrite"]):
         hint = "take a finished artifact or go on with --resume, replace it with --overwrite, or choose another -o DIR"
