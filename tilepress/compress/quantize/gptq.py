@@ -27,18 +27,19 @@ class Rounding:
 
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return int8 codes [out, in] for a weight [out, in] float32 and its scale [out, 1] or [1]."""
-        columns = weight[:, self.order].t().contiguous()  # a column's elements lie together
-        scale, codes = scale.float().reshape(-1), torch.empty_like(columns)
-        for first in range(0, len(columns), BLOCK):
-            last = min(first + BLOCK, len(columns))
-            part, errors = columns[first:last], torch.empty_like(columns[first:last])
-            ahead = self.inverse[first:last, first:] / self.inverse.diagonal()[first:last, None]
-            for j in range(last - first):
-                # What int8.quantize does to finite values, in few launches.
-                codes[first + j] = (part[j] / scale).round_().clamp_(int8.QMIN, int8.QMAX)
-                errors[j] = part[j] - codes[first + j] * scale
-                part[j + 1 :].addr_(ahead[j, j + 1 : last - first], errors[j], alpha=-1)
-            columns[last:].addmm_(ahead[:, last - first :].t(), errors, alpha=-1)
+        # In units of the scales, columns one behind the other: four launches a column, and each waits for the last.
+        left = (weight / scale.float().reshape(-1, 1))[:, self.order].t().contiguous()
+        codes, errors = torch.empty_like(left), torch.empty_like(left[:BLOCK])
+        for first in range(0, len(left), BLOCK):
+            part = left[first : first + BLOCK]
+            end = first + len(part)
+            ahead = self.inverse[first:end, first:] / self.inverse.diagonal()[first:end, None]
+            inside, off = ahead[:, : len(part)], errors[: len(part)]
+            columns = zip(part.unbind(), codes[first:end].unbind(), off.unbind(), inside.unbind(), strict=True)
+            for j, (column, code, error, following) in enumerate(columns):
+                torch.sub(column, torch.round(column, out=code).clamp_(int8.QMIN, int8.QMAX), out=error)
+                part[j + 1 :].addr_(following[j + 1 :], error, alpha=-1)
+            left[end:].addmm_(ahead[:, len(part) :].t(), off, alpha=-1)
         found = torch.empty_like(codes)
         found[self.order] = codes
         return found.t().to(torch.int8).contiguous()

@@ -137,3 +137,5 @@ def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"],
         item.start()
     with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x, counting)):
         yield from layer.outputs()
+    for item in inputs:
+        item.look(counting)
