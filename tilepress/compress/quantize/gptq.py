@@ -5,6 +5,8 @@ behind it by -e / U_jj * U_j,j+1:. Scales stay those of rounding to the nearest 
 out * in^2 multiplications; memory is three [in, in] and two [out, in] matrices in float32.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,17 +14,19 @@ from tilepress.compress.layers.moments import inverse_factor
 from tilepress.formats import int8
 
 BLOCK = 128  # columns whose errors reach the later ones together
-DAMPING = 0.01  # added to the Hessian's diagonal, as a share of its mean
+# Added to the Hessian's diagonal, as a share of its mean: more where few tokens say little of directions that hardly occur in them.
+DAMPING, DAMPING_OF_FEW, MOST_DAMPING = 0.1, 0.5, 0.5
 
 
 class Rounding:
     """The rounding of all weights that read one input, from its second moments [in, in] float32."""
 
-    def __init__(self, hessian: Tensor, name: str):
-        """`name` is told in the TilepressError for moments that cannot be factored."""
+    def __init__(self, hessian: Tensor, name: str, tokens: float = math.inf):
+        """`name` is told in the TilepressError for moments that cannot be factored; `tokens` is how many they are of."""
         self.order = hessian.diagonal().argsort(descending=True, stable=True)
         ordered = hessian[self.order][:, self.order]
-        ordered.diagonal().add_(max(DAMPING * float(ordered.diagonal().mean()), 1e-12))
+        damping = min(DAMPING + DAMPING_OF_FEW * len(ordered) / tokens, MOST_DAMPING)
+        ordered.diagonal().add_((damping * ordered.diagonal().mean()).clamp(min=1e-12))
         self.inverse = inverse_factor(ordered, f"the input of {name}")
 
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class Input:
         """Round the weights by GPTQ, where that is asked for and the input was seen."""
         if self.moments is None or self.stats.tokens < FEW_TOKENS:
             return
-        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0])
+        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0], self.moments.tokens)
         scales = [int8.weight_scale(weight, self.scheme.weights, self.dtype) for weight in self.folded]
         # One matrix for all: the launches are as many as it has columns.
         rows, steps = (
