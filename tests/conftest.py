@@ -36,6 +36,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """What else runs here changes no output: commands give a hint on a busy machine."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.fixture(autouse=True)
 def same_numbers():
     """Tests that draw without a generator of their own draw the same in every run."""
     torch.manual_seed(0)

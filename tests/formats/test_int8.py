@@ -1,5 +1,6 @@
 """The INT8 format: golden codes and scales, rules computed independently in numpy, configs that every reader parses, vLLM's rules."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -226,7 +227,10 @@ def artifact(scheme=DYNAMIC, drop=(), **changes):
     tensors, values = {"lm_head.weight": ("BF16", (8, 4))}, {}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         path = f"model.layers.0.{name}"
-        tensors[f"{path}.weight"] = ("I8", (6, 4))
+        if scheme.format == "pack-quantized":
+            tensors |= {f"{path}.weight_packed": ("I32", (6, 1)), f"{path}.weight_shape": ("I64", (2,))}
+        else:
+            tensors[f"{path}.weight"] = ("I8", (6, 4))
         tensors[f"{path}.weight_scale"] = ("BF16", (6, 1) if scheme.weights == "channel" else (1,))
         if scheme.static:
             tensors[f"{path}.input_scale"] = ("BF16", (1,))
@@ -245,8 +249,10 @@ def artifact(scheme=DYNAMIC, drop=(), **changes):
     return scheme.quantization_config(["lm_head"]), tensors, linears, values.__getitem__, ONE_PRODUCT
 
 
-@pytest.mark.parametrize("weights", ["channel", "tensor"])
-@pytest.mark.parametrize("activations", ["token", "tensor", "tensor-asym"])
+@pytest.mark.parametrize(
+    "weights,activations",
+    [*itertools.product(("channel", "tensor"), ("token", "tensor", "tensor-asym")), ("channel", "none")],
+)
 def test_vllm_takes_what_is_written(weights, activations):
     assert vllm_findings(*artifact(Int8Scheme(weights, activations))) == ([], [])
 
@@ -265,9 +271,9 @@ def test_vllm_takes_exceptions_of_whole_products_alone():
         assert (findings == []) if message is None else any(message in finding for finding in findings), findings
 
 
-@pytest.mark.parametrize("activations", ["none", "tensor-dynamic"])
-def test_schemes_without_a_vllm_kernel_are_noted(activations):
-    findings, notes = vllm_findings(*artifact(Int8Scheme("channel", activations)))
+@pytest.mark.parametrize("weights,activations", [("tensor", "none"), ("channel", "tensor-dynamic")])
+def test_schemes_without_a_vllm_kernel_are_noted(weights, activations):
+    findings, notes = vllm_findings(*artifact(Int8Scheme(weights, activations)))
     assert findings == [] and "no kernel" in notes[0]
 
 
@@ -288,6 +294,7 @@ STATIC = Int8Scheme("channel", "tensor")
         ),
         (artifact(self_attn__v_proj__weight=("BF16", (6, 4)), drop=("v_proj.weight_scale",)), "one GEMM, but only"),
         (artifact(Int8Scheme("channel", "tensor-asym"), mlp__up_proj__input_zero_point=("I32", (1,))), "is I32"),
+        (artifact(Int8Scheme("channel", "none"), mlp__up_proj__weight=("I8", (6, 4))), "up_proj.weight is not pack-"),
     ],
 )
 def test_vllm_rules(args, message):

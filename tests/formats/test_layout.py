@@ -91,7 +91,7 @@ def test_a_part_is_read_without_the_rest(which, rows, cols):
 
 
 def test_the_registry():
-    assert list(layouts())[:4] == ["tiled-csl", "tiled-bitmap", "int8", "dense"]
+    assert list(layouts())[:5] == ["tiled-csl", "tiled-bitmap", "int8", "int8-packed", "dense"]
     assert side_suffixes()[:4] == ["_offsets", "_layout", "_bitmap", "_scale"]  # the order that files have
     with pytest.raises(TilepressError, match="'unheard-of' is unknown") as caught:
         layout_named("unheard-of")

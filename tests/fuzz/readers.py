@@ -33,6 +33,7 @@ from tilepress.formats.checkpoint import (
     read_manifest,
 )
 from tilepress.formats.int8 import Int8Scheme, scheme_of
+from tilepress.formats.int8_packed import to_words
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.formats.layout import layout_named
 from tilepress.formats.stripes import nonzeros
@@ -310,6 +311,18 @@ def _read_int8(data: bytes) -> None:
     _decode("int8", parts | ({"input_scale": input_scale} if input_scale.numel() else {}))
 
 
+def _int8_packed_seeds() -> dict[str, bytes]:
+    words = to_words(torch.arange(-12, 9, dtype=torch.int8).view(3, 7)).numpy()
+    return {"odd": joined([np.array([3, 7]), words, np.full(3, 0.5, np.float32)])}
+
+
+def _read_int8_packed(data: bytes) -> None:
+    shape, words, scale = apart(data, [np.int64, np.int32, np.float32])
+    rows = max(1, scale.numel())
+    words = words[: words.numel() // rows * rows].view(rows, -1)
+    _decode("int8-packed", {"weight_packed": words, "weight_scale": scale.view(-1, 1), "weight_shape": shape})
+
+
 READERS = {
     "header": Reader(_as_file("fuzzed.bin", read_header), _headers),
     "index": Reader(_as_file(INDEX_NAME, _open), _index),
@@ -329,6 +342,7 @@ READERS = {
     "tiled-csl": Reader(_read_csl, _csl_seeds),
     "tiled-bitmap": Reader(_read_bitmap, _bitmap_seeds),
     "int8": Reader(_read_int8, _int8_seeds),
+    "int8-packed": Reader(_read_int8_packed, _int8_packed_seeds),
 }
 
 

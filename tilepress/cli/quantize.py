@@ -97,7 +97,7 @@ def quantize(
     tensor-asym     one + zero point     yes   fair      yes   W8A8 + zero point
     channel         folded into weights  yes   good      yes   W8A8
     tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
-    none            not quantized        no    best      no    W8A16, small batch
+    none            not quantized        no    best      yes   W8A16, small batch
 
     Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
     With the cuda extra and a card from sm_80 on the kernels are our own; elsewhere references serve, no faster than dense.
@@ -142,6 +142,8 @@ def _layers_text(facts: dict) -> str:
     ]
     title = f"  {len(layers)} linear weights in INT8; the worst:"
     lines = [table(title, ["weight", "weight SNR", "inputs clipped", "output error"], rows)]
+    if facts["settings"]["activations"] == "tensor-dynamic":
+        lines.append("\n  vLLM refuses inputs with one scale at run time; tilepress and transformers take them")
     if calibration is None:
         lines.append("\n  output errors were not measured: no --dataset")
         if facts["settings"]["activations"] == "token":

@@ -112,7 +112,7 @@ def _checks(path: Path, source: Checkpoint | None, reload: bool, progress: Progr
         tensors = {e.name: (DTYPE_NAMES[e.dtype], e.shape) for e in checkpoint.tensors.values()}
         count, findings, notes = other_tools.check(checkpoint.config["quantization_config"], tensors, checkpoint.read)
         checks.append(Check("compressed-tensors' rules", count, tuple(findings), tuple(notes)))
-    elif any(weight.layout == "int8" for weight in weights.values()):
+    elif any(weight.stored_as.matrix_of_codes for weight in weights.values()):
         checks.append(_vllm(checkpoint))
     if (path / kv_calibration.FOLDER).exists():
         checks.append(_cache(checkpoint))

@@ -313,12 +313,14 @@ class Checkpoint:
     def weights(self) -> dict[str, Weight]:
         """Map every weight by its model name, in name order; packed ones with all their parts."""
         found: dict[str, Weight] = {}
-        packed = [layout for layout in layouts().values() if layout.packed]
-        for name in self.tensors:
-            parts = {layout.name: layout.parts(name, self.tensors) for layout in packed}
-            if layout := next((layout for layout in parts if parts[layout]), None):
-                found[name] = Weight(name, layout, tuple(self.tensors[part] for part in parts[layout]))
-        inner = {entry.name for weight in found.values() for entry in weight.entries[1:]}
+        packed = [layout for layout in layouts().values() if layout.packed and layout.applies(self.config)]
+        for stored in self.tensors:
+            for layout in packed:
+                if parts := layout.parts(stored, self.tensors):
+                    name = layout.weight_name(stored)
+                    found[name] = Weight(name, layout.name, tuple(self.tensors[part] for part in parts))
+                    break
+        inner = {entry.name for weight in found.values() for entry in weight.entries}
         for name in self.tensors:
             part = any(name.endswith(suffix) for layout in packed for suffix in layout.suffixes[1:])
             if part and name not in inner:

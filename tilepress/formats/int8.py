@@ -20,10 +20,10 @@ WEIGHTS = ("channel", "tensor")
 ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
 STATIC = ("tensor", "tensor-asym")  # of them: found before, not at run time
 METHOD = "compressed-tensors"
-FORMAT = "int-quantized"
+FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
 QMIN, QMAX = -128, 127
 _ROWS = 1024  # of a weight quantized together
-_VERIFY = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
+VERIFY = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,12 @@ class Int8Scheme:
     def asymmetric(self) -> bool:
         return self.activations == "tensor-asym"
 
-    def config_groups(self, paths: Iterable[str] = ()) -> dict:
+    @property
+    def format(self) -> str:
+        """What compressed-tensors calls the way in which codes are stored."""
+        return PACKED_FORMAT if (self.weights, self.activations) == ("channel", "none") else FORMAT
+
+    def config_groups(self, paths: Iterable[str] = (), stored: str = FORMAT) -> dict:
         """The `config_groups` of a `quantization_config`, with no key beyond those that every reader knows.
 
         With exceptions both groups name their layers, of which `paths` are all: readers disagree on what a name wins against.
@@ -68,7 +73,7 @@ class Int8Scheme:
             strategy = "token" if self.activations == "token" else "tensor"
             group["input_activations"] = arguments(strategy, not self.asymmetric, not self.static)
         else:
-            group["format"] = FORMAT  # newer readers take weight-only layers for pack-quantized ones otherwise
+            group["format"] = stored  # newer readers take weight-only layers for pack-quantized ones otherwise
         if not self.dynamic:
             return {"group_0": group}
         per_token = Int8Scheme(self.weights).config_groups()["group_0"]
@@ -79,9 +84,9 @@ class Int8Scheme:
         """`config.json`'s `quantization_config`; `ignore` names every linear layer that stays float, `paths` all others."""
         return {
             "quant_method": METHOD,
-            "format": FORMAT,
+            "format": self.format,
             "quantization_status": "compressed",
-            "config_groups": self.config_groups(paths),
+            "config_groups": self.config_groups(paths, self.format),
             "ignore": ignore,
         }
 
@@ -90,7 +95,7 @@ def scheme_of(config: dict) -> Int8Scheme:
     """The scheme that a `quantization_config` describes. Raises TilepressError for anything but INT8 linears as this module writes them."""
     groups = config.get("config_groups")
     if config.get("quant_method") == METHOD:
-        if config.get("format") != FORMAT:
+        if config.get("format") not in (FORMAT, PACKED_FORMAT):
             raise _refusal(f"format is {config.get('format')!r}")
         if config.get("quantization_status") != "compressed":
             raise _refusal(f"quantization_status is {config.get('quantization_status')!r}, not 'compressed'")
@@ -99,6 +104,8 @@ def scheme_of(config: dict) -> Int8Scheme:
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise _refusal("config_groups is not one group, or one and another of exceptions")
     found = [(_scheme_of_group(group), group.get("targets")) for group in groups.values()]
+    if config.get("format") == PACKED_FORMAT and any(scheme.activations != "none" for scheme, _ in found):
+        raise _refusal(f"format is {PACKED_FORMAT!r} with quantized inputs")
     if len(found) == 1:
         if found[0][1] != ["Linear"]:
             raise _refusal(f"targets are {found[0][1]!r}, not ['Linear']")
@@ -117,7 +124,8 @@ def scheme_of(config: dict) -> Int8Scheme:
 
 def _refusal(why: str) -> TilepressError:
     return TilepressError(
-        f"quantization_config: {why}", "this reader takes compressed-tensors int-quantized INT8 linears"
+        f"quantization_config: {why}",
+        "this reader takes INT8 linears of compressed-tensors, int-quantized or (weights alone) pack-quantized",
     )
 
 
@@ -306,7 +314,7 @@ class Int8Weight:
 class Int8Layout(Layout):
     """int8 codes with scales; those of a Conv1D as [1, in, out], which no loader takes for its weight."""
 
-    name, title, sparse, offered = "int8", "INT8", False, False
+    name, title, sparse, offered, matrix_of_codes = "int8", "INT8", False, False, True
 
     def __init__(self, scheme: Int8Scheme | None = None):
         """The scheme is needed for writing alone: `config.json` has it."""
@@ -317,7 +325,7 @@ class Int8Layout(Layout):
             return None
         scale, *inputs = part_names(name)
         if scale not in tensors:
-            raise TilepressError(f"int8 tensor {name!r} has no {scale}", _VERIFY)
+            raise TilepressError(f"int8 tensor {name!r} has no {scale}", VERIFY)
         return name, scale, *(part for part in inputs if part in tensors)
 
     def holds_codes(self, name: str, parts: Iterable[str]) -> bool:
@@ -353,7 +361,7 @@ class Int8Layout(Layout):
         codes = packed.stored
         transposed = codes.dim() == 3 and codes.shape[0] == 1
         if codes.dim() != 2 and not transposed:
-            raise TilepressError(f"int8 weight {packed.name} is {list(codes.shape)}, not a matrix", _VERIFY)
+            raise TilepressError(f"int8 weight {packed.name} is {list(codes.shape)}, not a matrix", VERIFY)
         rows, cols = codes.shape[:0:-1] if transposed else codes.shape
         return Form(rows, cols, packed.scale.dtype, transposed)
 

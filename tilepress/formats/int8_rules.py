@@ -1,4 +1,5 @@
-"""The rules by which vLLM accepts an INT8 artifact, as of vLLM 0.33 (CompressedTensorsConfig and CompressedTensorsW8A8Int8).
+"""The rules by which vLLM accepts an INT8 artifact, as of vLLM 0.33 (CompressedTensorsConfig, CompressedTensorsW8A8Int8,
+CompressedTensorsWNA16).
 
 What it would refuse or misread is a finding, what it has no kernel for a note. `tilepress verify` prints both.
 """
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tilepress.formats import TilepressError
-from tilepress.formats.int8 import Int8Scheme, part_names, scheme_of
+from tilepress.formats.int8 import PACKED_FORMAT, Int8Scheme, part_names, scheme_of
 
 _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
@@ -42,20 +43,21 @@ def vllm_findings(
             findings.append(f"{part} has keys that older readers refuse: {', '.join(sorted(extra))}")
     if (config.get("sparsity_config") or {}).get("targets"):
         findings.append("a sparsity_config with targets")
-    if scheme.activations in ("none", "tensor-dynamic"):
-        what = "weight-only INT8 in int-quantized form" if scheme.activations == "none" else "dynamic per-tensor input"
+    unpacked = scheme.activations == "none" and config.get("format") != PACKED_FORMAT
+    if unpacked or scheme.activations == "tensor-dynamic":
+        what = f"INT8 weights alone that are not {PACKED_FORMAT}" if unpacked else "dynamic per-tensor input"
         notes.append(f"vLLM has no kernel for {what}; tilepress and transformers run it")
     quantized = {
-        name.removesuffix(".weight")
+        name.removesuffix("_packed").removesuffix(".weight")
         for name, (dtype, _) in tensors.items()
-        if name.endswith(".weight") and dtype == "I8"
+        if (name.endswith(".weight") and dtype == "I8") or (name.endswith(".weight_packed") and dtype == "I32")
     }
     if any(".experts." in name for name in linears):
         notes.append("transformers 5 with compressed-tensors 0.20 does not load a mixture of experts; tilepress does")
         if scheme.activations != "token" and any(".experts." in path for path in quantized):
             notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
     for path in sorted(quantized):
-        findings += _part_findings(path, scheme.of(path), tensors)
+        findings += _part_findings(path, scheme.of(path), config.get("format"), tensors)
     if scheme.dynamic:
         named = {name for group in config["config_groups"].values() for name in group["targets"]}
         findings += [f"{path} is quantized, but in no group" for path in sorted(quantized - named)]
@@ -80,7 +82,7 @@ def vllm_findings(
     findings += [f"{path} is quantized but in `ignore`" for path in sorted(quantized) if ignored(path)]
     for path in sorted({p.rpartition(".")[0] for p in quantized}):
         for names in one_product:
-            there = [f"{path}.{name}" for name in names if f"{path}.{name}.weight" in tensors]
+            there = [found for name in names if not tensors.keys().isdisjoint(_firsts(found := f"{path}.{name}"))]
             some = [name for name in there if name in quantized]
             if some and len(some) < len(there):
                 findings.append(f"{', '.join(there)} are one GEMM, but only {', '.join(some)} quantized")
@@ -91,10 +93,18 @@ def vllm_findings(
     return findings, notes
 
 
-def _part_findings(path: str, scheme: Int8Scheme, tensors: dict) -> list[str]:
-    shape = tensors[f"{path}.weight"][1]
+def _firsts(path: str) -> tuple[str, str]:
+    """Return the names that a layer's codes may have."""
+    return f"{path}.weight", f"{path}.weight_packed"
+
+
+def _part_findings(path: str, scheme: Int8Scheme, stored: str, tensors: dict) -> list[str]:
+    first = next(name for name in _firsts(path) if name in tensors)
+    shape = tensors[first][1]
     if len(shape) != 2:
-        return [f"{path}.weight is {list(shape)}, not a matrix"]
+        return [f"{first} is {list(shape)}, not a matrix"]
+    if first.endswith("_packed") != (stored == PACKED_FORMAT):
+        return [f"{first} is not {stored}, which the config says"]
     scale, input_scale, zero_point = part_names(f"{path}.weight")
     wanted = {scale: [(shape[0], 1)] if scheme.weights == "channel" else [(1,)]}
     if scheme.static:

@@ -20,7 +20,7 @@ from tilepress.formats import TilepressError
 
 Add = Callable[[str, tuple[int, ...], Iterable[Tensor]], int]  # ShardWriter.add
 Span = tuple[int, int]  # first and end
-_BUILT_IN = ("tiled-csl", "tiled-bitmap", "int8", "dense")  # each in the module of its name
+_BUILT_IN = ("tiled-csl", "tiled-bitmap", "int8", "int8-packed", "dense")  # each in the module of its name
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,21 @@ class Layout:
     packed = True  # the model's own module does not run it
     sparse = True  # zeros are not stored
     offered = True  # `--format` and `--to` take its name
+    matrix_of_codes = False  # it is a matrix of int8 codes
     keeps_codes = False  # it can hold int8 codes with their scales
     densities: Span | None = None  # shares of non-zeros, above the first up to the second, where `auto` takes it
     tile: tuple[int, int] | None = None  # rows and columns that are packed together
 
+    def applies(self, config: dict) -> bool:
+        """Return whether a checkpoint with this config.json may have weights of this layout."""
+        return True
+
+    def weight_name(self, name: str) -> str:
+        """Return the name of the weight whose first tensor is `name`."""
+        return name
+
     def parts(self, name: str, tensors: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Return the stored tensors of weight `name`, its first one first, or None if they are not those of this layout."""
+        """Return the stored tensors of the weight whose first one is `name`, that one first, or None if they are not those of this layout."""
         wanted = tuple(name + suffix for suffix in self.suffixes)
         optional = tuple(name + suffix for suffix in self.optional_suffixes if name + suffix in tensors)
         return wanted + optional if all(part in tensors for part in wanted) else None

@@ -190,6 +190,19 @@ def test_int8_needs_no_plug_in(checkpoint_of, tmp_path, activations, monkeypatch
     )  # bfloat16 against float32
 
 
+def test_int8_weights_alone_are_taken_by_vllms_reader(checkpoint_of, tmp_path):
+    """Its CPU build has no kernel for 8 bits, so its own reader says which scheme serves the layers, on a card."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    quantize(checkpoint_of("llama"), tmp_path / "out", activations="none")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    read = CompressedTensorsConfig.from_config(config)
+    (target,) = read.target_scheme_map.values()
+    scheme = read._get_scheme_from_parts(target["weights"], target["input_activations"], format=target["format"])
+    assert type(scheme).__name__ == "CompressedTensorsWNA16"
+    assert (scheme.pack_factor, scheme.strategy, scheme.group_size, scheme.symmetric) == (4, "channel", -1, True)
+
+
 def test_serve_answers_a_request(llama):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

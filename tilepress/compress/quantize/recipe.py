@@ -22,7 +22,8 @@ from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recip
 from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
-from tilepress.formats.int8 import ACTIVATIONS, STATIC, WEIGHTS, Int8Layout, Int8Scheme
+from tilepress.formats.int8 import ACTIVATIONS, PACKED_FORMAT, STATIC, WEIGHTS, Int8Layout, Int8Scheme
+from tilepress.formats.int8_packed import PackedLayout
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT, folded_norm
@@ -126,8 +127,10 @@ class Quantize(Recipe):
 
     def layout(self, target: Target) -> Layout:
         """Zeros of a sparse weight stay unstored where a kernel multiplies inputs in floating point."""
-        keeps_sparse = self.activations == "none" and target.weight.stored_as.sparse
-        return layout_for("auto", self.weights) if keeps_sparse else Int8Layout(self.scheme)
+        if self.activations == "none" and target.weight.stored_as.sparse:
+            return layout_for("auto", self.weights)
+        packed = self.scheme.format == PACKED_FORMAT and not target.transposed
+        return PackedLayout() if packed else Int8Layout(self.scheme)
 
     def settings(self, text: Text | None) -> dict:
         observer = None
@@ -270,7 +273,9 @@ class Quantize(Recipe):
 
     @classmethod
     def model_card(cls, manifest: dict, steps: list[dict]) -> ModelCard:
-        if "report" not in manifest or all(record["layout"] != "int8" for record in manifest["tensors"]):
+        if "report" not in manifest or not any(
+            layout_named(record["layout"]).matrix_of_codes for record in manifest["tensors"]
+        ):
             return ModelCard()
         worst = ", ".join(f"`{name}`" for name in manifest["report"]["worst"])
         return ModelCard(paragraphs=(f"Quantized worst: {worst}. The report on every layer is in `tilepress.json`.",))
@@ -278,7 +283,11 @@ class Quantize(Recipe):
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
-        paths = {item["name"].removesuffix(".weight"): item for item in tensors if item["layout"] == "int8"}
+        paths = {
+            item["name"].removesuffix(".weight"): item
+            for item in tensors
+            if layout_named(item["layout"]).matrix_of_codes
+        }
         dynamic = frozenset(path for path, item in paths.items() if item.get("inputs") == "token")
         config = replace(self.scheme, dynamic=dynamic).quantization_config(ignore, paths)
         if any(item.get("transposed") or layout_named(item["layout"]).sparse for item in tensors):
@@ -298,7 +307,7 @@ def report(tensors: list[dict], calibration: dict | None) -> dict:
     inputs = {name: item for item in (calibration or {}).get("inputs", []) for name in item["weights"]}
     layers = []
     for record in tensors:
-        if "int8" in (record["layout"], record.get("value_dtype")):
+        if layout_named(record["layout"]).matrix_of_codes or record.get("value_dtype") == "int8":
             seen = inputs.get(record["name"], {})
             snr = -20 * math.log10(record["error"]) if record["error"] else None
             layers.append(

@@ -14,6 +14,7 @@ from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
 from tilepress.formats import TilepressError
 from tilepress.formats.artifact import disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+from tilepress.formats.int8 import FORMAT, PACKED_FORMAT
 from tilepress.formats.layout import layout_named
 from tilepress.version import __version__
 
@@ -114,7 +115,7 @@ def model_card(manifest: dict) -> str:
     cards = [kind.model_card(manifest, steps) for kind in IN_MODEL_CARD if any(map(kind.made, steps))]
     base = manifest["source"]["name"]
     packed = [t for t in manifest["tensors"] if layout_named(t["layout"]).sparse]
-    int8 = [t for t in manifest["tensors"] if t["layout"] == "int8"]
+    int8 = [t for t in manifest["tensors"] if layout_named(t["layout"]).matrix_of_codes]
     total = sum(t["bytes"] for t in manifest["tensors"])
     changed = [t for t in manifest["tensors"] if "zeros" in t]
     tags = ["tilepress", *(["sparse"] if packed or changed else []), *(["int8", "compressed-tensors"] if int8 else [])]
@@ -185,12 +186,14 @@ def _how_packed(packed: list[dict]) -> str:
 def _int8_loaders(tensors: list[dict], steps: list[dict]) -> str:
     """Return who else loads an INT8 artifact."""
     activations = next((step["settings"]["activations"] for step in steps if "activations" in step["settings"]), None)
-    if any(t["layout"] == "int8" and t.get("transposed") for t in tensors):
+    if any(layout_named(t["layout"]).matrix_of_codes and t.get("transposed") for t in tensors):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
     experts = any(".experts." in t["name"] for t in tensors)
-    runs = activations not in (None, "none", "tensor-dynamic") and (activations == "token" or not experts)
+    packed = any(t["layout"] == "int8-packed" for t in tensors)
+    runs = packed or activations in ("token", "tensor", "tensor-asym", "channel")
+    runs = runs and (activations == "token" or not experts)
     others = [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
-    layout = "The layout is that of compressed-tensors (`int-quantized`)"
+    layout = f"The layout is that of compressed-tensors (`{PACKED_FORMAT if packed else FORMAT}`)"
     return f"{layout}; by its rules these load the folder as it is: {', '.join(others) or 'none other'}."
 
 

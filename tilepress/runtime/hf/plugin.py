@@ -99,8 +99,8 @@ class TilepressQuantizer(HfQuantizer):
             if parameter.dtype != self._dtypes.get(name, parameter.dtype):
                 parameter.data = parameter.data.to(self._dtypes[name])
         for name, module in model.named_modules():
-            if isinstance(module, PackedLinear) and not module.weight.is_meta:
-                if problem := module.check_bounds():
+            if isinstance(module, PackedLinear):
+                if not module.is_meta and (problem := module.check_bounds()):
                     raise TilepressError(f"{name}.weight: {problem}", _VERIFY)
                 module.lay_out()
         fuse(model)

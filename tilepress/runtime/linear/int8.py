@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.formats import TilepressError
-from tilepress.formats.int8 import Int8Layout, Int8Scheme, Int8Weight
+from tilepress.formats.int8 import Int8Scheme, Int8Weight
+from tilepress.formats.int8_packed import Int8PackedWeight, from_words, to_words
+from tilepress.formats.layout import layout_of
 from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.arch import Path
 from tilepress.runtime.linear.packed import PackedLinear, product, register
@@ -21,7 +23,8 @@ class Int8Linear(PackedLinear):
     """y = x W^T + bias with an int8 weight and, unless the scheme is weight-only, an input quantized to int8.
 
     Buffers as on disk: `weight` int8 [out, in] ([1, in, out] in place of a Conv1D), `weight_scale` [out, 1] or [1], and for static
-    schemes `input_scale` [1] and `input_zero_point` int8 [1].
+    schemes `input_scale` [1] and `input_zero_point` int8 [1]. Of a weight that is stored in words of four codes
+    (formats/int8_packed.py) `lay_out` makes `weight`; a state dict has the words.
     """
 
     def __init__(
@@ -32,17 +35,24 @@ class Int8Linear(PackedLinear):
         dtype: torch.dtype,
         bias: bool,
         transposed: bool = False,
+        words: bool = False,
     ):
-        """Empty, on the meta device: a loader fills it."""
+        """Empty, on the meta device: a loader fills it. `words`: the weight is stored four codes a word."""
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
-        self.scheme, self.transposed = scheme, transposed
+        self.scheme, self.transposed, self.words = scheme, transposed, words
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         shape = (1, in_features, out_features) if transposed else (out_features, in_features)
-        self.register_buffer("weight", empty(*shape, dtype=torch.int8))
+        if words:
+            self.register_buffer("weight_packed", empty(out_features, -(-in_features // 4), dtype=torch.int32))
+            self.register_buffer("weight_shape", empty(2, dtype=torch.int64))
+            self.register_state_dict_post_hook(_to_words)
+            self.register_load_state_dict_pre_hook(_from_words)
+        else:
+            self.register_buffer("weight", empty(*shape, dtype=torch.int8))
         scales = (out_features, 1) if scheme.weights == "channel" else (1,)
         self.register_buffer("weight_scale", empty(*scales))
         if scheme.static:
@@ -58,8 +68,8 @@ class Int8Linear(PackedLinear):
         """Tensors that are not on the meta device are taken over. Raises TilepressError without a scheme."""
         if scheme is None:
             raise TilepressError(f"{packed.name} is int8, but config.json has no scheme for it", _VERIFY)
-        form = Int8Layout().form(packed)
-        made = cls(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed)
+        form, words = layout_of(packed).form(packed), isinstance(packed, Int8PackedWeight)
+        made = cls(form.rows, form.cols, scheme, dtype, bias is not None, form.transposed, words)
         for name, part in packed.parts.items():
             if not part.is_meta:
                 setattr(made, name, part.to(dtype) if part.is_floating_point() else part)
@@ -69,7 +79,11 @@ class Int8Linear(PackedLinear):
 
     @property
     def packed(self) -> Int8Weight:
-        return Int8Weight("weight", dict(self.named_buffers(recurse=False)))
+        parts = dict(self.named_buffers(recurse=False))
+        if "weight_packed" in parts:
+            return Int8PackedWeight("weight", parts)
+        parts.pop("weight_shape", None)
+        return Int8Weight("weight", parts)
 
     @property
     def mode(self) -> int:
@@ -112,7 +126,12 @@ class Int8Linear(PackedLinear):
         return made
 
     def lay_out(self) -> None:
-        """Give `matrix` rows that follow one another in memory, as kernels read them; shapes stay."""
+        """Unpack words, and give `matrix` rows that follow one another in memory, as kernels read them; shapes stay."""
+        if "weight_packed" in self._buffers:
+            codes = from_words(self.weight_packed, self.in_features)
+            del self.weight_packed
+            self.register_buffer("weight", codes)
+            return
         if self.transposed and not self.weight.is_meta:
             self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -156,6 +175,16 @@ class _Rounded(torch.autograd.Function):
 def without_gradient(y: Tensor, x: Tensor) -> Tensor:
     """Return y, which codes of x made. Where a gradient of x is asked for, the backward pass through y raises TilepressError."""
     return _Rounded.apply(y, x) if torch.is_grad_enabled() and x.requires_grad else y
+
+
+def _to_words(module: Int8Linear, state: dict, prefix: str, *_) -> None:
+    if (codes := state.pop(f"{prefix}weight", None)) is not None:
+        state[f"{prefix}weight_packed"] = to_words(codes)
+
+
+def _from_words(module: Int8Linear, state: dict, prefix: str, *_) -> None:
+    if "weight" in module._buffers and (words := state.pop(f"{prefix}weight_packed", None)) is not None:
+        state[f"{prefix}weight"] = from_words(words, module.in_features)
 
 
 class MergedInt8Linear(Int8Linear):
@@ -255,3 +284,4 @@ def mergeable(linears: list[nn.Module]) -> bool:
 
 
 register("int8", Int8Linear)
+register("int8-packed", Int8Linear)

@@ -49,6 +49,11 @@ class PackedLinear(nn.Module):
         """Return the implementation that serves this layer where it is now, for n rows of activations of a dtype."""
         raise NotImplementedError
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether nothing was loaded into it."""
+        return any(buffer.is_meta for buffer in self.buffers(recurse=False))
+
     def dense(self) -> Tensor:
         """Return W [out_features, in_features], decoded anew at every call."""
         packed = self.packed
