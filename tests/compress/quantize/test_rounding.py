@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilepress.cli.quantize import _statistics_text
 from tilepress.compress.layers.groups import Group
 from tilepress.compress.layers.moments import Moments
-from tilepress.compress.quantize import inputs
 from tilepress.compress.quantize.gptq import DAMPING, Rounding
 from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.quantize.observers import Observer
@@ -108,7 +107,7 @@ def test_a_sinks_values_are_told_and_do_not_rule_the_weights_of_tokens():
     assert "sink" in "".join(_statistics_text([record]))
 
 
-def test_windows_that_wait_are_looked_at_as_they_were(monkeypatch):
+def test_windows_that_wait_are_looked_at_as_they_were():
     """A card looks at many windows together; a layer may go on in place on what it showed, and the last ones are few."""
     settings, windows = (
         Settings(int8.Int8Scheme(), Observer(), "learn", "gptq", 0.0, None),
@@ -116,12 +115,11 @@ def test_windows_that_wait_are_looked_at_as_they_were(monkeypatch):
     )
     found = []
     for together in (1, 3 * 50 * 64):
-        monkeypatch.setattr(inputs, "TOGETHER", {"cpu": together})
         item = Input(Group(("a",), None), settings, torch.float32, 0)
         item.start()
         for window in windows:
             shown = window.clone()[None]
-            item.see(shown, counting=True)
+            item.see(shown, counting=True, together=together)
             if together > 1:
                 shown.zero_()
         item.look(counting=True)

@@ -31,7 +31,6 @@ from tilepress.models.families import norm_offset
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
 LEARNING_ROWS = 4096  # of each input, for learned factors
-TOGETHER = {"cpu": 1, "cuda": 1 << 25}  # elements of windows that are looked at together: a card waits for each launch
 _GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 
 
@@ -93,10 +92,9 @@ class Input:
         self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
         self.typical = self.moments = None
 
-    def see(self, x: Tensor, counting: bool) -> None:
-        """Take x [..., channels] of a window, to look at it with others; `counting` fills the histogram."""
+    def see(self, x: Tensor, counting: bool, together: int = 1) -> None:
+        """Take x [..., channels] of a window, to look at it with others that have `together` elements; `counting` fills the histogram."""
         rows = x.detach().reshape(-1, x.shape[-1])
-        together = TOGETHER.get(rows.device.type, 1)
         self._waiting.append(rows if rows.numel() >= together else rows.clone())  # the layer may go on in place
         if sum(waiting.numel() for waiting in self._waiting) >= together:
             self.look(counting)
