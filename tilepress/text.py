@@ -26,6 +26,7 @@ _BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
 _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
 SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8
+RANDOM = "random"  # a dataset: tokens drawn at random, which show a model's outliers and nothing else
 BOS = ("auto", "always", "never")  # whether windows begin with it
 _WHOLE = 1 << 21  # characters that are tokenized at once, if what is asked for needs no more
 _EXCERPT, _EXCERPTS = 1 << 14, 16  # characters of an excerpt, about, and how many at least
@@ -255,11 +256,12 @@ class Text:
     """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, of which the first is the BOS if `bos` says so (`window_start`).
 
     `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the model
-    writes, which `tilepress.sample` makes before a recipe reads it. `seqlen` is 2048 unless given, or what the model's positions allow.
+    writes, which `tilepress.sample` makes before a recipe reads it; or `random`, tokens of the vocabulary, each as likely as the others.
+    `nsamples` is 128 unless given, or 8 of random tokens, which have little to show; `seqlen` 2048, or what the model's positions allow.
     Raises UsageError for a number that is too small or an unknown `bos`."""
 
     dataset: str = CALIBRATION
-    nsamples: int = 128
+    nsamples: int | None = None
     seqlen: int | None = None
     seed: int = 0
     bos: str = "auto"  # auto | always | never
@@ -268,6 +270,8 @@ class Text:
     def __post_init__(self):
         check_kinds(self)
         _check_bos(self.bos)
+        if self.nsamples is None:
+            object.__setattr__(self, "nsamples", 8 if self.dataset == RANDOM else 128)
         if (temperature := self.temperature) is not None and not 0 < temperature < 100:
             raise UsageError(f"--dataset {self.dataset} has no temperature", "write self, or self:0.8")
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
@@ -315,6 +319,10 @@ class Text:
         """Token ids, window by window; fewer or shorter where the text ends. Raises UsageError for a text without tokens."""
         start = window_start(tokenizer, self.bos)
         step = self.seqlen - len(start)
+        if self.dataset == RANDOM:
+            ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+            draw = random.Random(self.seed)
+            return [start + draw.choices(ordinary, k=step) for _ in range(self.nsamples)]
         ids = token_ids(tokenizer, self.source, self.nsamples * step, seed=self.seed, special_tokens=False)
         windows = [start + ids[i : i + step] for i in range(0, len(ids), step)]
         if len(windows) > self.nsamples and len(windows[-1]) < self.seqlen:

@@ -81,13 +81,16 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Dataset = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE|HUB_ID|self",
-        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE]: the model writes it.  "
+        metavar="FILE|HUB_ID|self|random",
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE]: the model writes it; "
+        "random: tokens drawn at random (quantize).  "
         "[default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
         show_default=False,
     ),
 ]
-Samples = Annotated[int | None, typer.Option(help="Windows of text.  [default: 128]", show_default=False)]
+Samples = Annotated[
+    int | None, typer.Option(help="Windows of text.  [default: 128; 8 of random tokens]", show_default=False)
+]
 Seqlen = Annotated[
     int | None,
     typer.Option(help="Tokens of a window.  [default: 2048, or what the model's positions allow]", show_default=False),

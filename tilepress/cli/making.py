@@ -150,11 +150,11 @@ def say_next(output: Path, base: str | Path, how: Making) -> None:
     if how.quiet:
         return
     from tilepress.formats.checkpoint import read_manifest
-    from tilepress.text import CALIBRATION
+    from tilepress.text import CALIBRATION, RANDOM, Text
 
     words = ["tilepress", "eval", "perplexity", str(output), "--base", str(base)]
     dataset = read_manifest(output)["settings"].get("dataset")
-    if dataset not in (None, CALIBRATION):
+    if dataset not in (None, CALIBRATION, RANDOM) and Text(dataset).temperature is None:
         words += ["--dataset", dataset]
     if how.trust_remote_code:
         words.append("--trust-remote-code")

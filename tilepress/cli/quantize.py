@@ -24,6 +24,7 @@ from tilepress.cli.terminal import table
 from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress compress quantize MODEL -o int8 --dataset text.jsonl"
+_ADVICE = "a pretrained model may lose several times what it has to: --dataset TEXT avoids it, or with no text --dataset self or random"
 _MASSIVE = 300  # times the root mean square of a usual token: only tokens that serve as a sink come near
 
 
@@ -101,7 +102,8 @@ def quantize(
     Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
     With the cuda extra and a card from sm_80 on the kernels are our own; elsewhere references serve, no faster than dense.
     Recommended: --dataset with text like what the model will see, and nothing else. Factors then take outliers out of the inputs, and GPTQ
-    rounds the weights; without text a pretrained model can lose several times as much. Measured figures: docs/int8.md.
+    rounds the weights; without text a pretrained model can lose several times as much. With no text at hand: --dataset self, or random, which
+    finds the factors in seconds. Measured figures: docs/int8.md.
     """
     chosen = None
     if observer is not None:
@@ -144,6 +146,8 @@ def _layers_text(facts: dict) -> str:
         lines.append("\n  vLLM refuses inputs with one scale at run time; tilepress and transformers take them")
     if calibration is None:
         lines.append("\n  output errors were not measured: no --dataset")
+        if facts["settings"]["activations"] == "token":
+            lines.append(f"  {_ADVICE}")
         return "\n".join(lines)
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
     lines += _statistics_text(calibration["inputs"])

@@ -173,7 +173,7 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     scores = (query @ key.repeat_interleave(3, 1).mT * 0.3).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
     share = float(scores.softmax(-1)[..., 0].mean())
     assert kv_search.Search(seen).first_attention == pytest.approx(share, rel=1e-4)
-    torch.testing.assert_close(found.flatten(0, 1)[:, :20], expected[0][:, seen.samples[0].positions])
+    torch.testing.assert_close(found.flatten(0, 2)[:, :20], expected[0][:, seen.samples[0].positions[0]])
 
 
 def test_the_grid_is_searched_by_the_outputs_error():
@@ -189,10 +189,10 @@ def test_the_grid_is_searched_by_the_outputs_error():
     def errors(sides: dict) -> torch.Tensor:
         """Squared errors of the two heads."""
         back = {
-            what: fake_quantize(getattr(sample, what).transpose(0, 1), form, *side, False, form.refits).transpose(0, 1)
+            what: fake_quantize(getattr(sample, what).transpose(1, 2), form, *side, False, form.refits).transpose(1, 2)
             for what, side in sides.items()
         }
-        return (kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact).square().sum((1, 2, 3))
+        return (kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact)[0].square().sum((1, 2, 3))
 
     chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
@@ -201,7 +201,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
             for alpha in kv_search.ALPHAS
             for clip in CLIPS
         }
-        first = getattr(sample, what)[:, 0]
+        first = getattr(sample, what)[0, :, 0]
         moved = [kv_search.on_grid(first, form, side, False) for (_, clip), side in plain.items() if clip == 1]
         others = {clip: [errors({what: plain[alpha, clip]}) for alpha in kv_search.ALPHAS] for clip in CLIPS}
         others[1.0] += [errors({what: side}) for side in moved]
@@ -223,6 +223,20 @@ def _with_a_sink(scale: float = 3.0) -> LayerSeen:
     return seen
 
 
+def test_windows_together_are_searched_as_one_by_one():
+    """Those of a length side by side, as a card has them; another length by itself."""
+    seen, generator = _with_a_sink(), torch.Generator().manual_seed(1)
+    seen.add(*(torch.randn(1, heads, 70, 32, generator=generator) for heads in (4, 2, 2)), 0.2, keep=True)
+    alone, together = kv_search.Search(seen), kv_search.Search(seen, 1 << 24)
+    assert [len(sample.key) for sample in together.samples] == [2, 1] and len(alone.samples) == 3
+    for rotate in (False, True):
+        found = [kv_search.choose(search, KVFormat(32), rotate) for search in (alone, together)]
+        for one, other in zip(found[0][:2], found[1][:2], strict=True):
+            assert torch.equal(one.channels, other.channels) and one.clip == other.clip
+        for name, value in found[0][2].items():
+            assert found[1][2][name] == pytest.approx(value, rel=1e-5)
+
+
 @pytest.mark.parametrize("form,rotate", [(KVFormat(32), False), (KVFormat(32), True)], ids=str)
 def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     """Where it takes most of the attention: to the rounding of float16 scales, and the output's error falls by half."""
@@ -234,7 +248,7 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     turns = {"key": rotate, "value": False}
     plain = [kv_search._side(seen, what, form, 0.5, 1.0, turns[what]) for what in turns]
     for (what, turned), side, before in zip(turns.items(), (key, value), plain, strict=True):
-        first = getattr(seen.samples[1], what)[:, :1].transpose(0, 1)
+        first = getattr(seen.samples[1], what)[0, :, :1].transpose(0, 1)
         back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
         assert float((back - first).norm() / first.norm()) < 2e-3
         assert float((rounded - first).norm() / first.norm()) > 0.03

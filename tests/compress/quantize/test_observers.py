@@ -107,6 +107,19 @@ def test_clipped_share_counts_values():
     )
 
 
+def test_tensors_together_are_seen_as_if_they_came_one_by_one():
+    """Extremes, histogram, and the sample of rows, before and after it is full."""
+    parts = heavy(300).split([120, 1, 79, 100])
+    alone, together = InputStats(64, seed=3), InputStats(64, seed=3)
+    for part in parts:
+        alone.add(part, "layer")
+    for several in (parts[:3], parts[3:]):
+        together.add(torch.cat(several), "layer", lengths=[len(part) for part in several])
+    assert together.tokens == 300 and torch.equal(together.rows, alone.rows)
+    for name in ("low", "high", "histogram"):
+        assert torch.equal(getattr(together, name), getattr(alone, name))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_activations_name_the_layer(bad):
     x = torch.ones(4, 8)

@@ -102,12 +102,14 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
         "channel": {"activations": "channel"},
         "token": {"smooth": "auto"},
         "recommended": {},
+        "random": {"text": Text("random", 4, 512)},  # without any text
     }.items():
-        quantize(source, tmp_path / name, text=calibration, **settings)
+        manifest = quantize(source, tmp_path / name, **{"text": calibration} | settings)
         costs[name] = increase(tmp_path / name, limit=2)
     assert costs["static"] > 0.2
     assert costs["smoothed"] < 0.02 and costs["channel"] < 0.02 and costs["token"] < 0.01
-    assert costs["recommended"] < 0.005
+    assert costs["recommended"] < 0.005 and costs["random"] < 0.01
+    assert manifest["settings"]["smooth"] == "learn" and "rounding" not in manifest["settings"]
 
 
 @pytest.mark.parametrize(
@@ -505,7 +507,7 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         patch.setattr(walk, "find_groups", lambda *a, **k: find(*a, **k)[:-1])
         quantize(source, tmp_path / "unused", **STATIC)
     with monkeypatch.context() as patch, pytest.raises(TilepressError, match=r"saw no token of the calibration text"):
-        patch.setattr(inputs.InputStats, "add", lambda self, x, name, counting=True: None)
+        patch.setattr(inputs.InputStats, "add", lambda *_: None)
         quantize(source, tmp_path / "unseen", **STATIC)
 
 
@@ -783,6 +785,22 @@ def test_tokenizer_of_another_model(checkpoint_of, tiny, tmp_path):
 def test_every_choice_is_explained(cli):
     ran = cli("compress", "quantize", "--help")
     assert all(f"\n  {choice} " in ran.out for choice in CHOICES)
+
+
+def test_random_windows_hold_ordinary_tokens():
+    tokenizer, given = byte_tokenizer(), Text("random", 3, 40, seed=5)
+    assert Text("random").nsamples == 8 and Text().nsamples == 128
+    windows = given.windows(tokenizer)
+    assert [len(window) for window in windows] == [40] * 3 and windows[0] != windows[1]
+    assert windows == given.windows(tokenizer) != Text("random", 3, 40).windows(tokenizer)
+    assert all(window[0] == 0 and 0 not in window[1:] for window in windows)  # the BOS
+
+
+def test_random_tokens_serve_nothing_else(checkpoint_of, tmp_path, cli):
+    ran = cli("compress", "kv", checkpoint_of("llama"), "-o", tmp_path / "out", "--dataset", "random")
+    assert (
+        ran.code == 2 and "`compress kv` needs text, not random tokens" in ran.err and not (tmp_path / "out").exists()
+    )
 
 
 def test_text_is_the_same_for_the_same_seed():

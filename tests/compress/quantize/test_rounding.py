@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilepress.cli.quantize import _statistics_text
 from tilepress.compress.layers.groups import Group
@@ -104,6 +105,51 @@ def test_a_sinks_values_are_told_and_do_not_rule_the_weights_of_tokens():
     plain.add(x[1:], "a")
     assert item.moments.norms.norm() < 3 * plain.norms.norm()
     assert "sink" in "".join(_statistics_text([record]))
+
+
+def test_windows_that_wait_are_looked_at_as_they_were():
+    """A card looks at many windows together; a layer may go on in place on what it showed, and the last ones are few."""
+    settings, windows = (
+        Settings(int8.Int8Scheme(), Observer(), "learn", "gptq", 0.0, None),
+        _correlated(250, 64).split(50),
+    )
+    found = []
+    for together in (1, 3 * 50 * 64):
+        item = Input(Group(("a",), None), settings, torch.float32, 0)
+        item.start()
+        for window in windows:
+            shown = window.clone()[None]
+            item.see(shown, counting=True, together=together)
+            if together > 1:
+                shown.zero_()
+        item.look(counting=True)
+        found.append(item)
+    assert (
+        torch.equal(found[0].stats.rows, found[1].stats.rows) and found[0].stats.tokens == found[1].stats.tokens == 250
+    )
+    assert torch.equal(found[0].stats.histogram, found[1].stats.histogram) and found[0].typical == found[1].typical
+    torch.testing.assert_close(found[0].moments.hessian(0.0), found[1].moments.hessian(0.0))
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a card would be given: ops that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += not op.is_view
+        return op(*args, **(kwargs or {}))
+
+
+def test_rounding_takes_few_launches():
+    """A card waits for the host here: four for a column, and all weights of an input at once."""
+    weight, hessian = torch.randn(48, 256), torch.eye(256)
+    rounding, scale = Rounding(hessian, "x"), int8.weight_scale(weight, "channel", torch.float32)
+    with _Launches() as launches:
+        rounding.codes(weight, scale)
+    assert launches.count < 4 * 256 + 40
 
 
 def test_factors_of_inputs_without_values_stay_finite():

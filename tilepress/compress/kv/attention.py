@@ -85,11 +85,11 @@ def by_pairs(x: Tensor, shape: AttentionShape, reduce: Callable) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """Queries, keys and values of one window in one layer, float32."""
+    """Queries, keys and values of some windows of one length in one layer, float32."""
 
-    query: Tensor  # [KV heads, queries per KV head, n, D] at `positions`
-    positions: Tensor  # [n]
-    key: Tensor  # [KV heads, tokens, D]
+    query: Tensor  # [windows, KV heads, queries per KV head, n, D] at `positions`
+    positions: Tensor  # [windows, n]
+    key: Tensor  # [windows, KV heads, tokens, D]
     value: Tensor
 
 
@@ -146,11 +146,6 @@ class LayerSeen:
         keys, values, groups = key[0].float(), value[0].float(), query[0].float().unflatten(0, (key.shape[1], -1))
         found = {"key": Ranges.of(keys), "value": Ranges.of(values)}
         for what, ranges in found.items():
-            if not bool(torch.isfinite(ranges.low).all() and torch.isfinite(ranges.high).all()):
-                raise TilepressError(
-                    f"the {what}s of {self.name} are not finite during calibration",
-                    "the checkpoint overflows in its own dtype: check it with `tilepress eval perplexity`",
-                )
             self.firsts[what].append((keys if what == "key" else values)[:, 0])
             before = getattr(self, what)
             setattr(self, what, ranges if before is None else before.add(ranges))
@@ -162,7 +157,32 @@ class LayerSeen:
         if keep:
             generator = torch.Generator().manual_seed(len(self.samples))
             at = torch.randperm(key.shape[2], generator=generator)[:QUERIES].sort().values.to(key.device)
-            self.samples.append(Sample(groups[:, :, at], at, keys, values))
+            self.samples.append(Sample(*(part[None] for part in (groups[:, :, at], at, keys, values))))
+
+    def check(self) -> None:
+        """Raise TilepressError if keys or values were not finite: once for all windows, since a card has to be waited for."""
+        found = {
+            what: torch.stack([ranges.low, ranges.high]) for what, ranges in (("key", self.key), ("value", self.value))
+        }
+        sound = torch.stack([torch.isfinite(extremes).all() for extremes in found.values()]).tolist()
+        for what, finite in zip(found, sound, strict=True):
+            if not finite:
+                raise TilepressError(
+                    f"the {what}s of {self.name} are not finite during calibration",
+                    "the checkpoint overflows in its own dtype: check it with `tilepress eval perplexity`",
+                )
+
+    def together(self, most: int) -> list[Sample]:
+        """Return the sampled windows, those of a length side by side where their keys are `most` numbers or fewer."""
+        by_length: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            by_length.setdefault(sample.key.shape[2], []).append(sample)
+        found = []
+        for alike in by_length.values():
+            at_once = max(most // alike[0].key.numel(), 1)
+            for first in range(0, len(alike), at_once):
+                found.append(Sample(*(torch.cat(parts) for parts in zip(*alike[first : first + at_once], strict=True))))
+        return found
 
 
 class Watch:
@@ -205,6 +225,7 @@ class Watch:
                 f"{layer.path} attends {seen.windows / len(layer.hidden):g} times a pass in transformers' common way, not once",
                 _ORDINARY,
             )
+        seen.check()
         return seen
 
     def change(self, layer: Layer, hidden: Tensor, key: Tensor, value: Tensor) -> float:

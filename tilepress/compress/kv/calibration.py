@@ -14,7 +14,7 @@ from tilepress.compress.kv.attention import AttentionShape, Watch, rotary_dim
 from tilepress.compress.kv.budget import Option, assign
 from tilepress.compress.kv.search import Search, candidates, choose
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.layers.walk import Found, Layer, Visitor, Walk
+from tilepress.compress.layers.walk import HIDDEN, Found, Layer, Visitor, Walk
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target, find_targets
 from tilepress.formats import UsageError, dtype_name
@@ -24,6 +24,7 @@ from tilepress.formats.kv_calibration import FOLDER, CachedLayer, KVCalibration,
 from tilepress.formats.kv_int4 import KVFormat, forms_of
 
 SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
+TOGETHER = {"cpu": 1, "cuda": 1 << 24}  # numbers of keys that are looked at together: a card waits for each launch
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ class _Search(Visitor):
         return self.dtype if device != "cpu" else torch.float32
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
+        streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
         self.shape = replace(self.shape, rotary_dim=rotary_dim(model, self.shape))
         self.watch = Watch(model, self.shape)
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
+        search = self._search(layer)
         found, tensors = {}, {}
         for rotate in self.settings.rotations:
             *sides, facts = choose(search, self.settings.forms[0], rotate)
@@ -87,6 +89,9 @@ class _Search(Visitor):
                     if tensor is not None:
                         tensors[f"{_key(rotate)}.{layer.number}.{what}.{part}"] = tensor
         return found, tensors
+
+    def _search(self, layer: Layer) -> Search:
+        return Search(self.watch.layer(layer, SAMPLED_WINDOWS), TOGETHER.get(self.watch.model.device.type, 1))
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         reports = {rotate: facts.pop(_key(rotate)) for rotate in self.settings.rotations}
@@ -119,7 +124,7 @@ class _BudgetSearch(_Search):
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         window = layer.hidden[0]
-        search = Search(self.watch.layer(layer, SAMPLED_WINDOWS))
+        search = self._search(layer)
         found, tensors, rounded = {"layer": layer.number, "first_attention": search.first_attention}, {}, {}
         for what in _SIDES:
             tried = candidates(search, what, self.settings.forms, self.settings.rotations)
@@ -132,7 +137,7 @@ class _BudgetSearch(_Search):
                         tensors[f"{layer.number}.{what}.{i}.{part}"] = tensor
             usual = tried[self.settings.forms.index(KVFormat(self.shape.head_dim))]
             rounded[what] = search.back(what, usual.form, usual.side, usual.rotate)
-        seen_first = {what: rows[0] for what, rows in rounded.items()}
+        seen_first = {what: rows[0][0] for what, rows in rounded.items()}
         found["weight"] = self.watch.change(layer, window, **seen_first) / max(search.error(**rounded), 1e-30)
         return {"tried": [found]}, tensors
 

@@ -126,6 +126,7 @@ class KVCache(Recipe):
         # Keys and values, the quantized ones, and what quantizing holds for a moment (codes, weights, sums).
         sampled = min(text.nsamples, SAMPLED_WINDOWS) * text.seqlen * row * (2 + 2 + 2)
         scores = shape.heads * QUERIES * text.seqlen * 4 * 4  # scores, masked, softmax and its inputs
+        scores += min(text.nsamples, SAMPLED_WINDOWS) * shape.heads * QUERIES * text.seqlen * 4  # kept of each window
         return 4 * max(elements - embedding, 0) // shape.layers + 8 * embedding + hidden + sampled + scores
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:

@@ -43,23 +43,32 @@ class Candidate(NamedTuple):
 
 
 class Search:
-    """The sampled windows of a layer, and what its attention gives on them."""
+    """The sampled windows of a layer, and what its attention gives on them.
 
-    def __init__(self, seen: LayerSeen):
-        self.seen, self._found = seen, {}
-        self.exact = [attend(sample, seen.scaling) for sample in seen.samples]
-        shares = [weights(sample, seen.scaling)[..., 0].mean() for sample in seen.samples]
+    Windows of a length are worked on together where their keys are `together` numbers or fewer."""
+
+    def __init__(self, seen: LayerSeen, together: int = 1):
+        self.seen, self._found, self.samples = seen, {}, seen.together(together)
+        self.weights = [weights(sample, seen.scaling) for sample in self.samples]
+        self.exact = [
+            attend(sample, seen.scaling, given) for given, sample in zip(self.weights, self.samples, strict=True)
+        ]
+        shares = [share for given in self.weights for share in given[..., 0].mean((1, 2, 3))]
         self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
-        self.power = max(sum(float(out.square().sum()) for out in self.exact), 1e-30)
+        powers = torch.cat([out.square().sum((1, 2, 3, 4)) for out in self.exact])
+        self.power = max(sum(powers.tolist()), 1e-30)
 
     def errors(self, **quantized: list[Tensor]) -> Tensor:
         """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
 
-        They are relative to the power of all heads' outputs, and add up to the layer's."""
-        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64)
-        for i, (sample, out) in enumerate(zip(self.seen.samples, self.exact, strict=True)):
+        Nothing waits for the card. They are relative to the power of all heads' outputs, and add up to the layer's."""
+        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.exact[0].device)
+        for i, (sample, given, out) in enumerate(zip(self.samples, self.weights, self.exact, strict=True)):
             replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
-            off += (attend(replaced, self.seen.scaling) - out).square().sum((1, 2, 3), dtype=torch.float64).cpu()
+            found = attend(replaced, self.seen.scaling, None if "key" in quantized else given)
+            found = (found - out).square().sum((2, 3, 4), dtype=torch.float64)
+            for window in found:  # one by one: sums do not depend on which came together
+                off += window
         return off / self.power
 
     def error(self, **quantized: list[Tensor]) -> float:
@@ -67,10 +76,10 @@ class Search:
         return float(self.errors(**quantized).sum())
 
     def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
-        """Return the samples' keys or values [heads, tokens, D] float32 as they come back from the cache."""
+        """Return the samples' keys or values [windows, heads, tokens, D] float32 as they come back from the cache."""
         turned = rotate and what == "key"
-        rows = (getattr(sample, what).transpose(0, 1) for sample in self.seen.samples)
-        return [fake_quantize(x, form, *side, turned, form.refits).transpose(0, 1) for x in rows]
+        rows = (getattr(sample, what).transpose(1, 2) for sample in self.samples)
+        return [fake_quantize(x, form, *side, turned, form.refits).transpose(1, 2) for x in rows]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         """Return the side whose heads have the least output error on the grid, searched once; values are never rotated."""
@@ -93,7 +102,8 @@ class Search:
                 for (alpha, clip, _), side in sides.items()
                 if clip == 1.0 or form.static
             }
-        costs = {point: self.errors(**{what: self.back(what, form, side, rotate)}) for point, side in sides.items()}
+        errors = [self.errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
+        costs = dict(zip(sides, torch.stack(errors).cpu(), strict=True))
         by_clip = {clip: [point for point in costs if point[1] == clip] for clip in CLIPS[form.static]}
         least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
         clip = min(least, key=lambda clip: float(least[clip].values.sum()))
@@ -107,13 +117,15 @@ class Search:
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
-        exact = [getattr(sample, what) for sample in self.seen.samples]
+        exact = [getattr(sample, what) for sample in self.samples]
         back = self.back(what, chosen.form, chosen.side, chosen.rotate)
-        off = sum(float((found - x).square().sum()) for found, x in zip(back, exact, strict=True))
-        facts = {f"{what}_error": (off / max(sum(float(x.square().sum()) for x in exact), 1e-30)) ** 0.5}
+        off = torch.cat([(found - x).square().sum((1, 2, 3)) for found, x in zip(back, exact, strict=True)])
+        power = torch.cat([x.square().sum((1, 2, 3)) for x in exact])
+        facts = {f"{what}_error": (sum(off.tolist()) / max(sum(power.tolist()), 1e-30)) ** 0.5}
         if chosen.form.static:
             side = chosen.side
-            shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in exact]
+            windows = (window for x in exact for window in x)
+            shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in windows]
             facts[f"{what}_overflow"] = sum(shares) / len(shares)
         return facts
 
@@ -142,16 +154,17 @@ def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: 
     return found
 
 
-def attend(sample: Sample, scaling: float) -> Tensor:
-    """Return causal softmax attention of the sample's queries: [KV heads, queries per KV head, n, D] float32."""
-    return torch.einsum("hgnt,htd->hgnd", weights(sample, scaling), sample.value)
+def attend(sample: Sample, scaling: float, given: Tensor | None = None) -> Tensor:
+    """Return causal softmax attention of the samples' queries, whose `given` weights may be known: [windows, KV heads, queries per KV head, n, D]."""
+    given = weights(sample, scaling) if given is None else given
+    return torch.einsum("whgnt,whtd->whgnd", given, sample.value)
 
 
 def weights(sample: Sample, scaling: float) -> Tensor:
-    """Return the attention that the sample's queries give each token: [KV heads, queries per KV head, n, tokens] float32."""
-    scores = torch.einsum("hgnd,htd->hgnt", sample.query, sample.key) * scaling
-    later = torch.arange(sample.key.shape[1], device=sample.key.device)[None] > sample.positions[:, None]
-    return scores.masked_fill(later, -torch.inf).softmax(-1)
+    """Return the attention that the sample's queries give each token: [windows, KV heads, queries per KV head, n, tokens] float32."""
+    scores = torch.einsum("whgnd,whtd->whgnt", sample.query, sample.key) * scaling
+    later = torch.arange(sample.key.shape[2], device=sample.key.device) > sample.positions[..., None]
+    return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
 
 
 def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
@@ -166,7 +179,8 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
         reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
         scale = (by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach) ** alpha
     # In these units a head's values are about 1, far from the ends of float16.
-    powers = [((getattr(s, what) - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for s in seen.samples]
+    windows = (window for sample in seen.samples for window in getattr(sample, what))
+    powers = [((window - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for window in windows]
     scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
     channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)

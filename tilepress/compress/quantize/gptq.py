@@ -5,6 +5,8 @@ behind it by -e / U_jj * U_j,j+1:. Scales stay those of rounding to the nearest 
 out * in^2 multiplications; memory is three [in, in] and two [out, in] matrices in float32.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,33 +14,36 @@ from tilepress.compress.layers.moments import inverse_factor
 from tilepress.formats import int8
 
 BLOCK = 128  # columns whose errors reach the later ones together
-DAMPING = 0.01  # added to the Hessian's diagonal, as a share of its mean
+# Added to the Hessian's diagonal, as a share of its mean: more where few tokens say little of directions that hardly occur in them.
+DAMPING, DAMPING_OF_FEW, MOST_DAMPING = 0.1, 0.5, 0.5
 
 
 class Rounding:
     """The rounding of all weights that read one input, from its second moments [in, in] float32."""
 
-    def __init__(self, hessian: Tensor, name: str):
-        """`name` is told in the TilepressError for moments that cannot be factored."""
+    def __init__(self, hessian: Tensor, name: str, tokens: float = math.inf):
+        """`name` is told in the TilepressError for moments that cannot be factored; `tokens` is how many they are of."""
         self.order = hessian.diagonal().argsort(descending=True, stable=True)
         ordered = hessian[self.order][:, self.order]
-        ordered.diagonal().add_(max(DAMPING * float(ordered.diagonal().mean()), 1e-12))
+        damping = min(DAMPING + DAMPING_OF_FEW * len(ordered) / tokens, MOST_DAMPING)
+        ordered.diagonal().add_((damping * ordered.diagonal().mean()).clamp(min=1e-12))
         self.inverse = inverse_factor(ordered, f"the input of {name}")
 
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return int8 codes [out, in] for a weight [out, in] float32 and its scale [out, 1] or [1]."""
-        columns = weight[:, self.order].t().contiguous()  # a column's elements lie together
-        scale, codes = scale.float().reshape(-1), torch.empty_like(columns)
-        for first in range(0, len(columns), BLOCK):
-            last = min(first + BLOCK, len(columns))
-            part, errors = columns[first:last], torch.empty_like(columns[first:last])
-            ahead = self.inverse[first:last, first:] / self.inverse.diagonal()[first:last, None]
-            for j in range(last - first):
-                # What int8.quantize does to finite values, in few launches.
-                codes[first + j] = (part[j] / scale).round_().clamp_(int8.QMIN, int8.QMAX)
-                errors[j] = part[j] - codes[first + j] * scale
-                part[j + 1 :].addr_(ahead[j, j + 1 : last - first], errors[j], alpha=-1)
-            columns[last:].addmm_(ahead[:, last - first :].t(), errors, alpha=-1)
+        # In units of the scales, columns one behind the other: four launches a column, and each waits for the last.
+        left = (weight / scale.float().reshape(-1, 1))[:, self.order].t().contiguous()
+        codes, errors = torch.empty_like(left), torch.empty_like(left[:BLOCK])
+        for first in range(0, len(left), BLOCK):
+            part = left[first : first + BLOCK]
+            end = first + len(part)
+            ahead = self.inverse[first:end, first:] / self.inverse.diagonal()[first:end, None]
+            inside, off = ahead[:, : len(part)], errors[: len(part)]
+            columns = zip(part.unbind(), codes[first:end].unbind(), off.unbind(), inside.unbind(), strict=True)
+            for j, (column, code, error, following) in enumerate(columns):
+                torch.sub(column, torch.round(column, out=code).clamp_(int8.QMIN, int8.QMAX), out=error)
+                part[j + 1 :].addr_(following[j + 1 :], error, alpha=-1)
+            left[end:].addmm_(ahead[:, len(part) :].t(), off, alpha=-1)
         found = torch.empty_like(codes)
         found[self.order] = codes
         return found.t().to(torch.int8).contiguous()

@@ -85,24 +85,35 @@ class Input:
             None  # by how much a scale per token in place of the static range lowers the outputs' error
         )
         self.errors_per_token: list[float] | None = None
+        self._waiting: list[Tensor] = []  # rows of windows that were not looked at yet
 
     def start(self) -> None:
         """Begin with new statistics."""
         self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
         self.typical = self.moments = None
 
-    def see(self, x: Tensor, counting: bool) -> None:
-        """Look at x [..., channels]; `counting` fills the histogram."""
-        self.stats.add(x, self.group.linears[0], counting)
+    def see(self, x: Tensor, counting: bool, together: int = 1) -> None:
+        """Take x [..., channels] of a window, to look at it with others that have `together` elements; `counting` fills the histogram."""
         rows = x.detach().reshape(-1, x.shape[-1])
-        if not len(rows) or not self.settings.weighs_tokens:
+        self._waiting.append(rows if rows.numel() >= together else rows.clone())  # the layer may go on in place
+        if sum(waiting.numel() for waiting in self._waiting) >= together:
+            self.look(counting)
+
+    def look(self, counting: bool) -> None:
+        """Look at the windows that wait."""
+        waiting, self._waiting = [rows for rows in self._waiting if len(rows)], []
+        if not waiting:
+            return
+        rows, name = waiting[0] if len(waiting) == 1 else torch.cat(waiting), self.group.linears[0]
+        self.stats.add(rows, name, counting, [len(part) for part in waiting])
+        if not self.settings.weighs_tokens:
             return
         if self.typical is None:
-            self.typical = rows.float().square().sum(-1).median().clamp(min=1e-30)
+            self.typical = waiting[0].float().square().sum(-1).median().clamp(min=1e-30)
         if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
             self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
             weights = token_weights(rows.float(), self.typical) * self.typical
-            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), self.group.linears[0])
+            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), name)
 
     def weights(self, modules: dict) -> list[Tensor]:
         """Return each linear layer's weight, [out, in] float32."""
@@ -171,9 +182,15 @@ class Input:
         """Round the weights by GPTQ, where that is asked for and the input was seen."""
         if self.moments is None or self.stats.tokens < FEW_TOKENS:
             return
-        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0])
+        rounding = Rounding(self.moments.hessian(0.0), self.group.linears[0], self.moments.tokens)
         scales = [int8.weight_scale(weight, self.scheme.weights, self.dtype) for weight in self.folded]
-        self.codes = [(rounding.codes(w, scale), scale) for w, scale in zip(self.folded, scales, strict=True)]
+        # One matrix for all: the launches are as many as it has columns.
+        rows, steps = (
+            [len(w) for w in self.folded],
+            [s.reshape(-1, 1).expand(len(w), 1) for w, s in zip(self.folded, scales, strict=True)],
+        )
+        codes = rounding.codes(torch.cat(self.folded), torch.cat(steps))
+        self.codes = list(zip(codes.split(rows), scales, strict=True))
         self.moments = None
 
     def _exact(self, factors: Tensor, modules: dict) -> Tensor:
@@ -195,11 +212,11 @@ class Input:
             scale, zero_point = self._static(chosen)
         rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
         token = token_weights(self.stats.rows, self.typical)[:, None] if self.settings.weighs_tokens else 1.0
-        total = 0.0
+        totals = []
         for weight, expected in zip(weights, exact, strict=True):
             back = quantized_weight(weight * columns, self.scheme, self.dtype)
-            total += float(((rows @ back.t() - expected).square() * token).sum())
-        return total
+            totals.append(((rows @ back.t() - expected).square() * token).sum())
+        return sum(torch.stack(totals).tolist())
 
     def _static(self, chosen: tuple[float, float]) -> tuple[Tensor, Tensor | None]:
         """Return scale and zero point of a range, on the device of the sampled rows."""

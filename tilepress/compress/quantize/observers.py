@@ -5,7 +5,9 @@ asymmetric); `mse` takes the range with the least mean squared rounding and clip
 all values by their leading 18 bits (sign, exponent and 9 bits of the mantissa: bins at most 0.2 % wide).
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,14 +66,16 @@ class InputStats:
     _keys: list[Tensor] = field(default_factory=list)
     _bound: float = math.inf  # the largest key of a full sample
 
-    def add(self, x: Tensor, name: str, counting: bool = True) -> None:
-        """x [..., channels]. Raises TilepressError naming the layer if a value is not finite."""
+    def add(self, x: Tensor, name: str, counting: bool = True, lengths: Sequence[int] | None = None) -> None:
+        """x [..., channels], which may be several tensors of `lengths` rows, seen as if they came one by one.
+
+        Raises TilepressError naming the layer if a value is not finite."""
         x = x.detach().reshape(-1, x.shape[-1])
         if not len(x):
             return
         x = x.float()
         low, high = x.amin(0), x.amax(0)
-        if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+        if not bool(torch.isfinite(torch.stack([low, high])).all()):
             raise TilepressError(
                 f"the input of {name} is not finite during calibration",
                 "the checkpoint overflows in its own dtype: try --dtype bfloat16, or check it with `tilepress eval perplexity`",
@@ -82,14 +86,20 @@ class InputStats:
             codes = (x.reshape(-1).view(torch.int32) >> _SHIFT) & (_BINS - 1)
             self.histogram = self.histogram.to(x.device)
             self.histogram += torch.bincount(codes, minlength=_BINS)
-        self._sample(x)
+        self._sample(x, lengths or [len(x)])
         self.tokens += len(x)
 
-    def _sample(self, x: Tensor) -> None:
-        """A uniform sample of all rows, the same for the same order of calls: the rows with the smallest of random keys stay."""
-        keys = torch.rand(len(x), generator=torch.Generator().manual_seed(self.seed + self.tokens))
-        chosen = keys.argsort()[: self.max_rows].sort().values
-        chosen = chosen[keys[chosen] < self._bound]  # others would not stay
+    def _sample(self, x: Tensor, lengths: Sequence[int]) -> None:
+        """A uniform sample of all rows, the same for the same order of tensors: the rows with the smallest of random keys stay."""
+        keys = torch.cat(
+            [
+                torch.rand(length, generator=torch.Generator().manual_seed(self.seed + self.tokens + before))
+                for length, before in zip(lengths, itertools.accumulate(lengths, initial=0), strict=False)
+            ]
+        )
+        chosen = (keys < self._bound).nonzero().squeeze(1)  # others would not stay
+        if len(chosen) > self.max_rows:
+            chosen = chosen[keys[chosen].argsort()[: self.max_rows]].sort().values
         self._rows.append(x[chosen.to(x.device)])
         self._keys.append(keys[chosen])
         if sum(map(len, self._rows)) > 2 * self.max_rows:
@@ -115,8 +125,7 @@ class InputStats:
 
 
 def occupied(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """The values (float32 bin centres) and counts (float64) of the bins that hold any, on the CPU."""
-    histogram = histogram.cpu()
+    """The values (float32 bin centres) and counts (float64) of the bins that hold any, where the histogram is."""
     bins = histogram.nonzero().squeeze(1)
     first = (bins << _SHIFT).to(torch.int32)
     values = (first + (1 << (_SHIFT - 1))).view(torch.float32)
@@ -158,7 +167,9 @@ def _least_error(values, counts, observer, low, high, asymmetric) -> tuple[float
 
     def best_of(lows: Tensor, highs: Tensor) -> tuple[float, float]:
         lows, highs = torch.broadcast_tensors(lows.clamp(min=low), highs.clamp(max=high))
-        best = int(quantization_errors(values, counts, lows, highs, asymmetric).argmin())
+        best = int(
+            quantization_errors(values, counts, lows.to(values.device), highs.to(values.device), asymmetric).argmin()
+        )
         return float(lows[best]), float(highs[best])
 
     if not asymmetric:

@@ -27,7 +27,7 @@ from tilepress.formats.int8_packed import PackedLayout
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT, folded_norm
-from tilepress.text import Text
+from tilepress.text import RANDOM, Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
 EXCEPTIONS = 0.1  # of all linear layers at most have inputs per token in a static scheme, unless told otherwise
@@ -53,6 +53,7 @@ class Quantize(Recipe):
     )
 
     command = "compress quantize"
+    takes_random = True
 
     def __post_init__(self):
         if self.smooth is not None:
@@ -111,12 +112,12 @@ class Quantize(Recipe):
 
     def chosen(self, text: Text | None) -> tuple[str, str, float]:
         """Return smoothing, rounding and the share of exceptions; what is left to us is chosen by the inputs' scales and whether there is
-        text."""
+        text. Random tokens show which channels are large, but not how they go together: GPTQ loses by them."""
         smooth, rounding, dynamic = self.smooth, self.rounding, self.dynamic
         if smooth is None:
             recommended = text is not None and self.activations not in ("none", "channel")
             smooth = ("auto" if self.static else "learn") if recommended else "off"
-            rounding = rounding or ("gptq" if recommended else "nearest")
+            rounding = rounding or ("gptq" if recommended and text.dataset != RANDOM else "nearest")
             dynamic = EXCEPTIONS if recommended and self.static and dynamic is None else dynamic
         return smooth, rounding or "nearest", dynamic or 0.0
 
@@ -257,6 +258,9 @@ class Quantize(Recipe):
             rounding == "gptq"
         ):  # moments of each width of input, at most once a weight; weights in float32, three matrices of a solve
             inputs += max(sum(4 * t.cols**2 for t in found) for found in layers.values()) + layer + 12 * widest**2
+            inputs += (
+                2 * 4 * 4 * max(t.elements for t in targets)
+            )  # two weights as one matrix, scaled, codes in two orders
         return max(
             writing, layer + 2 * outside + copies * hidden + window + inputs + 3 * 4 * max(t.elements for t in targets)
         )

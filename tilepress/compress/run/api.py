@@ -23,7 +23,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
 from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
-from tilepress.text import Text, check_source, load_tokenizer
+from tilepress.text import RANDOM, Text, check_source, load_tokenizer
 
 Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
 
@@ -207,6 +207,11 @@ def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Chec
     if recipe.refuses_text or (dataset is None and not recipe.needs_text):
         return None
     text = Text() if dataset is None else dataset if isinstance(dataset, Text) else Text(str(dataset))
+    if text.dataset == RANDOM and not recipe.takes_random:
+        raise UsageError(
+            f"`{recipe.command}` needs text, not random tokens: they show outliers, not what the model works on",
+            "give --dataset a file or a hub id, or self",
+        )
     check_source(text.dataset)
     return text.fitted(checkpoint.text_config, load_tokenizer(checkpoint.path, trust))
 

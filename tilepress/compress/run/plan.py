@@ -67,6 +67,7 @@ class Recipe:
     links: bool = False  # the weights' files stay as they are: hard links where the disk has them, else copies
     alone: bool = False  # it works in one process: ranks cannot share it
     needs_text: bool = False
+    takes_random: bool = False  # random tokens serve it, in place of text
 
     @property
     def refuses_text(self) -> str | None:
