@@ -122,9 +122,9 @@ def test_env(cli):
 
 
 def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
-    """With two of its sparsities, on a quarter of its text."""
+    """With two of its sparsities, on a tenth of its text."""
     part = tmp_path / "text.jsonl"
-    part.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[:3]))
+    part.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[3:5]))
     monkeypatch.setattr(demo, "TEXT", part)
     started = time.monotonic(), time.process_time()
     ran = cli("demo", "-o", tmp_path / "demo", "--sparsity", "0.5,0.6")

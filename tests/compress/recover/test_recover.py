@@ -244,7 +244,7 @@ def test_perplexity_of_other_text_is_better_than_before(tiny, artifact, halves, 
     text, held_out = halves
 
     def measured(path: Path) -> dict:
-        words = ["--dataset", held_out, "--seqlen", "512", "--limit", "4", "--json", "-q"]
+        words = ["--dataset", held_out, "--seqlen", "512", "--limit", "2", "--json", "-q"]
         return cli("eval", "perplexity", path, "--base", tiny, *words).json
 
     before = measured(artifact)

@@ -242,7 +242,7 @@ def test_a_quantized_mixture_of_sparse_and_dense_weights_loads(checkpoint_of, tm
     source = checkpoint_of("llama")
     prune(source, tmp_path / "pruned", 0.5, "tiled-bitmap", ignore=("lm_head", "*.mlp.*"))
     quantize(tmp_path / "pruned", tmp_path / "mixed", activations="none")
-    assert layouts(tmp_path / "mixed") == {"tiled-bitmap", "int8"}
+    assert layouts(tmp_path / "mixed") == {"tiled-bitmap", "int8-packed"}
     assert not failed(tmp_path / "mixed", tmp_path / "pruned")
     dense, mixed = (logits(tilepress.load(tmp_path / n, dtype=torch.float32)) for n in ("pruned", "mixed"))
     assert float((mixed - dense).norm() / dense.norm()) < 0.05
