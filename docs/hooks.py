@@ -17,6 +17,7 @@ ROOT_PAGES = {  # file: page
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "examples.md",
     "tilepress/demo/README.md": "demo.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")

@@ -16,7 +16,9 @@ FITTING = (
     "tilepress/kernels/*.cuh",
     "docs/kernels/*.md",
     "docs/*.md",
+    "docs/guides/*.md",
     "README.md",
+    "CONTRIBUTING.md",
     "CHANGELOG.md",
 )  # one pattern more for each that fits
 SOURCES = [source.file for sources in KERNELS.values() for source in sources]
