@@ -156,10 +156,11 @@ def _recovered(scores: dict) -> str:
 
 def _of_harness(result: dict) -> str:
     """Return a row for each task and metric, and what ran."""
+    from tilepress.eval.tasks import metrics_of
+
     rows, with_base = [], result["base_model"] is not None
     for name, scores in result["results"].items():
-        metrics = [key for key in scores if f"{key}_stderr" in scores and key != "recovery"]
-        for metric in metrics:
+        for metric in metrics_of(scores):
             base = scores.get("base", {})
             row = [name, f"{scores['items']:,}", metric, with_error(scores[metric], scores[f"{metric}_stderr"])]
             told = [with_error(base[metric], base.get(f"{metric}_stderr"))] if with_base else []
