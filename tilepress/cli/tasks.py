@@ -111,11 +111,12 @@ def tasks(
     show(found.to_json(), output, _text, json_)
     show_report([found.to_json()], report)
     show_card(model, found.to_json(), write_card)
-    if least is not None:
-        recovery = (found.recovery or (0.0, None))[0]
-        if recovery < least:
-            say(f"check failed: {recovery:.2%} of the base's scores are recovered, less than the {least:.2%} asked for")
-            raise typer.Exit(EXIT_CHECK_FAILED)
+    if least is not None and (found.recovery is None or found.recovery[0] < least):
+        told = "the base scores nothing, so no share of it is recovered"
+        if found.recovery is not None:
+            told = f"{found.recovery[0]:.2%} of the base's scores are recovered, less than the {least:.2%} asked for"
+        say(f"check failed: {told}")
+        raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def _text(result: dict) -> str:
