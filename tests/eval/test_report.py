@@ -17,6 +17,8 @@ from tilepress.formats.checkpoint import read_manifest
 
 go = pytest.importorskip("plotly.graph_objects")
 NAME = "<img src=x onerror=alert(1)>&"  # of a folder: a page must show it, not run it
+TASK = {"items": 50, "acc_norm": 0.43, "acc_norm_stderr": 0.07, "base": {"acc_norm": 0.47, "acc_norm_stderr": 0.07}}
+TASK |= {"recovery": 0.915, "recovery_stderr": 0.04}
 PROMPT = "</script><i>Once</i>"
 
 
@@ -35,6 +37,7 @@ def runs(tiny, tmp_path_factory):
         "int8": tilepress.perplexity(int8, TEXT, noise_floor=True, **options).to_json(),
         "compared": tilepress.compare(tiny, int8, [PROMPT], new_tokens=3, device="cpu").to_json(),
         "speed": _speed(str(int8), str(tiny)),
+        "tasks": {"model": str(int8), "base_model": str(tiny), "protocol": {}, "results": {"arc": TASK}},
     }
     for name, result in found.items():
         (folder / f"{name}.json").write_text(json.dumps(result))
@@ -99,6 +102,7 @@ def test_the_page_shows_what_the_files_hold(runs):
     assert all(f"{size / 1e6:.2f} MB" in page.text("size-and-memory") for size in sizes.values())
     assert "noise floor: base in float32" in page.text("quality") and "wanda" in page.text("recipe-and-commands")
     assert "1.50" in page.text("speed") and "does not fit" in page.text("speed") and "4,000 GB/s" in page.text("speed")
+    assert "0.4700 ± 0.0700" in page.text("tasks") and "91.5 ± 4.0 %" in page.text("tasks")
     assert PROMPT in page.text("side-by-side") and int8.name in page.text("")
     assert read_manifest(pruned)["versions"]["torch"] in page.text("versions-that-made-it")
     assert json.loads(json.dumps(made.to_json()))["artifacts"][0]["name"] == "pruned"

@@ -111,11 +111,12 @@ def tasks(
     show(found.to_json(), output, _text, json_)
     show_report([found.to_json()], report)
     show_card(model, found.to_json(), write_card)
-    if least is not None:
-        recovery = (found.recovery or (0.0, None))[0]
-        if recovery < least:
-            say(f"check failed: {recovery:.2%} of the base's scores are recovered, less than the {least:.2%} asked for")
-            raise typer.Exit(EXIT_CHECK_FAILED)
+    if least is not None and (found.recovery is None or found.recovery[0] < least):
+        told = "the base scores nothing, so no share of it is recovered"
+        if found.recovery is not None:
+            told = f"{found.recovery[0]:.2%} of the base's scores are recovered, less than the {least:.2%} asked for"
+        say(f"check failed: {told}")
+        raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def _text(result: dict) -> str:
@@ -156,10 +157,11 @@ def _recovered(scores: dict) -> str:
 
 def _of_harness(result: dict) -> str:
     """Return a row for each task and metric, and what ran."""
+    from tilepress.eval.tasks import metrics_of
+
     rows, with_base = [], result["base_model"] is not None
     for name, scores in result["results"].items():
-        metrics = [key for key in scores if f"{key}_stderr" in scores and key != "recovery"]
-        for metric in metrics:
+        for metric in metrics_of(scores):
             base = scores.get("base", {})
             row = [name, f"{scores['items']:,}", metric, with_error(scores[metric], scores[f"{metric}_stderr"])]
             told = [with_error(base[metric], base.get(f"{metric}_stderr"))] if with_base else []

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from tilepress.compress.run.finish import history
+from tilepress.eval.tasks import metrics_of
 from tilepress.formats import UsageError, foreign_errors
 from tilepress.formats.artifact import sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, read_manifest
@@ -83,12 +84,10 @@ def _of_perplexity(result: dict) -> tuple[list[str], list[dict]]:
 def _of_tasks(result: dict) -> tuple[list[str], list[dict]]:
     rows, metrics = [], []
     for task, scores in result["results"].items():
-        for key in scores:
-            if f"{key}_stderr" not in scores or not isinstance(scores[key], float) or key == "acc_norm_change":
-                continue
+        for key in metrics_of(scores):
             base = scores.get("base", {})
             other = "" if key not in base else _told(base[key], base.get(f"{key}_stderr"))
-            told = _told(scores[key], scores[f"{key}_stderr"])
+            told = _told(scores[key], scores.get(f"{key}_stderr"))
             rows.append(_row(f"{task} {key}", f"{scores['items']:,} items", told, other))
             metrics.append({"type": key, "name": key, "value": scores[key], "dataset": task})
     return rows, metrics

@@ -7,6 +7,7 @@ values and is left out. Windows begin as those of the scorer of our own (tasks.p
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -41,14 +42,28 @@ def check(tasks: Sequence[str]) -> None:
     files = [task for task in tasks if _is_file(task)]
     if missing := [task for task in files if not Path(task).is_file()]:
         raise UsageError(f"there is no task file {missing[0]}", "give a YAML of lm-evaluation-harness, or a name")
-    from lm_eval.tasks import TaskManager
-
-    known = set(TaskManager().all_tasks)
+    if len(files) == len(tasks):
+        return
+    known = set(_manager(tasks).all_tasks)
     unknown = [task for task in tasks if task not in files and task not in known]
     if unknown:
         raise UsageError(
             f"--tasks {','.join(unknown)} is unknown", "`lm-eval ls tasks` lists them; a YAML file serves too"
         )
+
+
+@cache
+def _index():
+    """Return the harness's index of its own tasks, which takes seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _manager(tasks: Sequence[str]):
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=False) if all(map(_is_file, tasks)) else _index()
 
 
 def _is_file(task: str) -> bool:
@@ -73,6 +88,7 @@ def scores(
             wrapped,
             tasks=[str(Path(task).resolve()) if _is_file(task) else task for task in tasks],
             num_fewshot=fewshot,
+            task_manager=_manager(tasks),
             limit=limit,
             bootstrap_iters=0,
             log_samples=True,

@@ -132,6 +132,12 @@ class HarnessResult:
         return told
 
 
+def metrics_of(scores: dict) -> list[str]:
+    """Return the names of the scores in a task's part of what `eval tasks --json` prints."""
+    others = ("acc_norm_change", "flips", "recovery")
+    return [k for k, v in scores.items() if isinstance(v, float) and not k.endswith("_stderr") and k not in others]
+
+
 def _named(scores: dict[str, tuple[float, float | None]]) -> dict[str, float | None]:
     return {
         key: value for name, pair in scores.items() for key, value in zip((name, f"{name}_stderr"), pair, strict=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tilepress.eval.report.figures import figures
 from tilepress.eval.report.gather import CARDS, Artifact, Gathered, json_for_script
+from tilepress.eval.tasks import metrics_of
 from tilepress.version import __version__
 
 _NEAR_THE_FLOOR = 3  # times the noise floor: a divergence below cannot be told from rounding
@@ -223,22 +224,19 @@ def _tasks(found: Gathered) -> str:
     rows = []
     for result in found.tasks:
         for task, scores in result["results"].items():
-            for name, told in ((f"{result.get('base_model')} (base)", scores.get("base")), (result["model"], scores)):
-                if told:
-                    kinds = (key for key in told if isinstance(told[key], float) and f"{key}_stderr" in told)
-                    cells = [
-                        f"{key} {_with_error(told[key], told[f'{key}_stderr'])}" for key in kinds if "change" not in key
-                    ]
-                    more = []
-                    if told is scores and "acc_norm_change" in scores:
-                        change = _with_error(scores["acc_norm_change"], scores.get("acc_norm_change_stderr"), "+.4f")
-                        more = [f"change {change}, flips {scores['flips']:.1%}"]
-                    if told is scores and "recovery" in scores:
-                        more.append(
-                            f"recovery {_with_error(100 * scores['recovery'], _percent(scores['recovery_stderr']), '.1f')} %"
-                        )
-                    rows.append([task, Path(name).name, f"{scores.get('items', '')}", "; ".join([*cells, *more])])
-    return _section("Tasks", _table(["task", "model", "items", "scores"], rows)) if rows else ""
+            for metric in metrics_of(scores):
+                told = [
+                    _with_error(of.get(metric), of.get(f"{metric}_stderr")) for of in (scores, scores.get("base", {}))
+                ]
+                again = ""
+                if "recovery" in scores and metric == scores.get("main", "acc_norm"):
+                    again = _with_error(100 * scores["recovery"], _percent(scores.get("recovery_stderr")), ".1f") + " %"
+                rows.append([task, Path(result["model"]).name, f"{scores['items']:,}", metric, *told, again])
+    told = _note(
+        "± are standard errors over items; those of a recovery, the score over the base's, are of paired items."
+    )
+    head = ["task", "model", "items", "metric", "score", "base", "recovery"]
+    return _section("Tasks", _table(head, rows) + told) if rows else ""
 
 
 def _speed(found: Gathered) -> str:
