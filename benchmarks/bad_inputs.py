@@ -3,8 +3,9 @@
     python benchmarks/bad_inputs.py --count 2000 --seed 0 --work FOLDER
 
 A case is a small checkpoint or artifact, a text and a command line, of which one thing is wrong: a value of a JSON file, a tensor of a header,
-bytes, a file that is none, a line of the text, a flag. Case N of a seed is always the same. Each runs in a fork of one process that has
-imported everything, so that 2,000 take minutes. What counts against tilepress: a traceback or an error that was not foreseen, more than
+bytes, a file that is none, a line of the text, a flag. Case N of a seed stays the same as long as this file
+does. Each runs in a fork of one process that has imported everything, so that 2,000 take minutes.
+What counts against tilepress: a traceback or an error that was not foreseen, more than
 20 s, an artifact that is written and does not load, and more anonymous memory than twice the stored bytes and 1 GB.
 The first cases are sound, and must succeed.
 `--only N` runs one case and shows what it printed; the results of all are lines of JSON in FOLDER/results.jsonl.
