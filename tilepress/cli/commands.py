@@ -29,7 +29,8 @@ PANELS = {  # options that many commands share, by the panel of the help that th
 }
 _OTHERS = "Options"
 _WORDS = {int: "NUMBER", int | None: "NUMBER", float: "NUMBER", float | None: "NUMBER", str: "TEXT", str | None: "TEXT"}
-_OPEN = ("format", "to")  # choices that layouts from elsewhere may add to
+# What help lists and more is taken: layouts from elsewhere, sizes that heads divide into, dtypes of few uses; and what has an error of its own.
+_OPEN = ("format", "to", "group_size", "dtype", "what")
 _MODELS = ("model", "base", "a", "b")
 
 Verbose = Annotated[
