@@ -63,7 +63,7 @@ def demo(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, about half a minute.
+    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, half a minute, or four minutes on two cores without bfloat16 units.
 
     With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
     `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run. Several cards share each
