@@ -5,48 +5,34 @@ import sys
 from dataclasses import asdict
 
 import tilepress
-from tilepress.cli.flags import Device, Model, Quiet, Revision, Threads, Trust, parse_dtype
-from tilepress.cli.generate import DrawSeed, Dtype, NewTokens, Raw, System, Temperature, TopP, show_piece, speed_line
+from tilepress.cli.flags import Model, takes
+from tilepress.cli.generate import Answering, NewTokens, show_piece, speed_line
 from tilepress.cli.terminal import plain, quiet_libraries, say, settle_threads
 from tilepress.formats import UsageError
 
 EXAMPLE = 'tilepress chat int8 --system "Answer in one sentence."'
 
 
-def chat(
-    model: Model,
-    new_tokens: NewTokens = 512,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: DrawSeed = 0,
-    raw: Raw = False,
-    system: System = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    quiet: Quiet = False,
-) -> None:
+@takes(Answering)
+def chat(model: Model, new_tokens: NewTokens = 512, *, how: Answering) -> None:
     """Talk with MODEL, dense or an artifact, a line at a time. Its speed stands below each answer.
 
     /clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer. A model without a chat template goes on with each line by itself.
     """
     quiet_libraries()
-    settle_threads(threads, quiet)
-    source = {"trust_remote_code": trust_remote_code, "revision": revision}
-    talk = tilepress.Chat(model, raw=raw, system=system, device=device, dtype=parse_dtype(dtype) or "auto", **source)
-    if not quiet:
+    settle_threads(how.threads, how.quiet)
+    talk = tilepress.Chat(model, **how.loading())
+    if not how.quiet:
         way = "its chat template" if talk.templated else "no chat template: it goes on with each line by itself"
         say(f"{model} on {talk.model.device}, {way}; decoded by {talk.decoded_by()}; /exit ends")
-    how = {"new_tokens": new_tokens, "temperature": temperature, "top_p": top_p}
-    for turn, line in enumerate(_lines(quiet)):
+    drawn = {"new_tokens": new_tokens, "temperature": how.temperature, "top_p": how.top_p}
+    for turn, line in enumerate(_lines(how.quiet)):
         if line.strip() == "/exit":
             break
         if line.strip() == "/clear":
             talk.clear()
         elif line.strip():
-            _answer(talk, line, how | {"seed": seed + turn}, quiet)
+            _answer(talk, line, drawn | {"seed": how.seed + turn}, how.quiet)
 
 
 def _lines(quiet: bool):
@@ -61,10 +47,10 @@ def _lines(quiet: bool):
         yield line.rstrip("\n")
 
 
-def _answer(talk, line: str, how: dict, quiet: bool) -> None:
+def _answer(talk, line: str, drawn: dict, quiet: bool) -> None:
     """Print an answer and its speed. A conversation goes on after what the model cannot take, and after a Ctrl-C."""
     try:
-        answer = talk.say(line, **how, on_text=show_piece)
+        answer = talk.say(line, **drawn, on_text=show_piece)
     except UsageError as error:
         if not sys.stdin.isatty():
             raise

@@ -10,8 +10,9 @@ import typer
 import tilepress
 from tilepress.cli.flags import Device, Json, Quiet, Seed, parse_batches, parse_list, parse_share
 from tilepress.cli.making import stages_text
+from tilepress.cli.measuring import ranks
 from tilepress.cli.speed import speed_text
-from tilepress.cli.terminal import check_writable, quiet_libraries, say, show, size, table, with_error
+from tilepress.cli.terminal import quiet_libraries, say, show, size, table, with_error
 from tilepress.formats import TilepressError, UsageError
 
 EXAMPLE = "tilepress demo --shape llama-3-8b --batch 16,1 --context 8192,2048 -o end_to_end.json"
@@ -118,20 +119,14 @@ def _time_shape(
 ) -> None:
     from tilepress.bench import shapes
     from tilepress.device import find_device
-    from tilepress.runtime.parallel.group import TensorParallel
 
     quiet_libraries()
     device = find_device(device)
     plans = shapes.protocols(batches, contexts, **settings)
     recipes = (shapes.RECIPES if recipe is None else recipe).split(",")
-    group = TensorParallel.start(device)
-    is_first = group is None or group.rank == 0
-    if is_first:
-        check_writable(output)
-    told = say if is_first and not quiet else lambda at: None
-    found = shapes.run(shape, recipes, plans, device if group is None else group.device, told, base, group)
-    if group is not None:
-        group.close()
+    with ranks(device, output) as (group, is_first):
+        told = say if is_first and not quiet else lambda at: None
+        found = shapes.run(shape, recipes, plans, device if group is None else group.device, told, base, group)
     if is_first:
         show(found, output, _shape_text, json_)
 

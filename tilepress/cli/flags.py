@@ -53,6 +53,7 @@ Report = Annotated[
 WriteCard = Annotated[
     bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
 ]
+Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
@@ -144,6 +145,22 @@ class Writing(Making):
     @property
     def share(self) -> tuple[int, int]:
         return find_rank(self.rank, self.world_size)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """The flags of every command that measures a model."""
+
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    trust_remote_code: Trust = False
+    revision: Revision = None
+    output: JsonFile = None
+    report: Report = None
+    write_card: WriteCard = False
+    json_: Json = False
+    quiet: Quiet = False
 
 
 def takes(flags: type) -> Callable:

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 import tilepress
-from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Threads, Trust, parse_dtype
+from tilepress.cli.flags import Device, Json, Model, Quiet, Revision, Threads, Trust, parse_dtype, takes
 from tilepress.cli.terminal import plain, quiet_libraries, say, settle_threads
 from tilepress.formats import UsageError
 
@@ -39,22 +40,36 @@ Dtype = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Answering:
+    """The flags of every command in which a model answers a person."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    seed: DrawSeed = 0
+    raw: Raw = False
+    system: System = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    trust_remote_code: Trust = False
+    revision: Revision = None
+    quiet: Quiet = False
+
+    def loading(self) -> dict:
+        """Return the arguments of `tilepress.Chat`."""
+        chosen = {name: getattr(self, name) for name in ("raw", "system", "device", "trust_remote_code", "revision")}
+        return chosen | {"dtype": parse_dtype(self.dtype) or "auto"}
+
+
+@takes(Answering)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - reads it from stdin.", show_default=False)],
     new_tokens: NewTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: DrawSeed = 0,
-    raw: Raw = False,
-    system: System = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
     json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Answering,
 ) -> None:
     """Let MODEL, dense or an artifact, answer PROMPT: through its chat template if it has one, else by going on with the text.
 
@@ -64,25 +79,13 @@ def generate(
     if not text.strip():
         raise UsageError("the prompt is empty", "give some text")
     quiet_libraries()
-    settle_threads(threads, quiet)
-    found = tilepress.generate(
-        model,
-        text,
-        new_tokens=new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        raw=raw,
-        system=system,
-        device=device,
-        dtype=parse_dtype(dtype) or "auto",
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-        on_text=None if json_ else show_piece,
-    )
+    settle_threads(how.threads, how.quiet)
+    drawn = {"temperature": how.temperature, "top_p": how.top_p, "seed": how.seed}
+    shown = None if json_ else show_piece
+    found = tilepress.generate(model, text, new_tokens=new_tokens, **drawn, **how.loading(), on_text=shown)
     facts = found.to_json()
     print(json.dumps(facts, indent=2) if json_ else "")
-    if not quiet and not json_:
+    if not how.quiet and not json_:
         say(f"{speed_line(facts)}; {found.device}, decoded by {found.decoded_by}")
 
 

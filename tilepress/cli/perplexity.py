@@ -5,40 +5,15 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import (
-    Device,
-    Json,
-    JsonFile,
-    Model,
-    Quiet,
-    Report,
-    Revision,
-    Threads,
-    Trust,
-    WriteCard,
-    parse_dtype,
-    parse_share,
-)
-from tilepress.cli.terminal import (
-    EXIT_CHECK_FAILED,
-    Bar,
-    check_card,
-    check_report,
-    check_writable,
-    quiet_libraries,
-    say,
-    settle_threads,
-    show,
-    show_card,
-    show_report,
-    table,
-    with_error,
-)
+from tilepress.cli.flags import Measuring, Model, parse_dtype, parse_share, takes
+from tilepress.cli.measuring import begin, ranks, tell
+from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, say, table, with_error
 from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress eval perplexity pruned --base MODEL --dataset text.jsonl --seqlen 1024"
 
 
+@takes(Measuring)
 def perplexity(
     model: Model,
     base: Annotated[
@@ -79,9 +54,6 @@ def perplexity(
         str | None,
         typer.Option(metavar="5%", help="Exit with 3 if perplexity rises by more over --base.", show_default=False),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
-    ] = "auto",
     kv: Annotated[
         str,
         typer.Option(
@@ -91,15 +63,8 @@ def perplexity(
             show_default=False,
         ),
     ] = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    output: JsonFile = None,
-    report: Report = None,
-    write_card: WriteCard = False,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Measuring,
 ) -> None:
     """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors.
 
@@ -108,18 +73,8 @@ def perplexity(
     allowed = parse_share(max_increase) if max_increase is not None else None
     if allowed is not None and base is None:
         raise UsageError("--max-increase compares with a base that is not given", "add --base MODEL")
-    check_report(report)
-    check_card(model, write_card)
-    from tilepress.device import find_device
-    from tilepress.runtime.parallel.group import TensorParallel
-
-    quiet_libraries()
-    settle_threads(threads, quiet)
-    group = TensorParallel.start(find_device(device))
-    is_first = group is None or group.rank == 0
-    if is_first:
-        check_writable(output)
-    with Bar("perplexity", quiet or not is_first) as bar:
+    begin(model, how)
+    with ranks(how.device, how.output) as (group, is_first), Bar("perplexity", how.quiet or not is_first) as bar:
         found = tilepress.perplexity(
             model,
             dataset,
@@ -131,20 +86,16 @@ def perplexity(
             bos=bos,
             noise_floor=noise_floor,
             kv=kv,
-            device=device,
-            dtype=parse_dtype(dtype) or "auto",
-            trust_remote_code=trust_remote_code,
-            revision=revision,
+            device=how.device,
+            dtype=parse_dtype(how.dtype) or "auto",
+            trust_remote_code=how.trust_remote_code,
+            revision=how.revision,
             group=group,
             progress=bar.at,
         )
-    if group is not None:
-        group.close()
     if not is_first:
         return
-    show(found.to_json(), output, _text, json_)
-    show_report([found.to_json()], report)
-    show_card(model, found.to_json(), write_card)
+    tell(found.to_json(), _text, model, how)
     if allowed is not None and (increase := found.perplexity / found.comparison.base.perplexity - 1) > allowed:
         say(f"check failed: perplexity rises by {increase:.2%}, more than the {allowed:.2%} allowed")
         raise typer.Exit(EXIT_CHECK_FAILED)

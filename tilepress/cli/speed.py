@@ -4,37 +4,15 @@ from typing import Annotated
 
 import typer
 
-from tilepress.cli.flags import (
-    Device,
-    Json,
-    JsonFile,
-    Model,
-    Quiet,
-    Report,
-    Revision,
-    Seed,
-    Trust,
-    WriteCard,
-    parse_batches,
-    parse_dtype,
-)
-from tilepress.cli.terminal import (
-    cell,
-    check_card,
-    check_report,
-    check_writable,
-    quiet_libraries,
-    say,
-    show,
-    show_card,
-    show_report,
-    table,
-)
+from tilepress.cli.flags import Measuring, Model, Seed, parse_batches, parse_dtype, takes
+from tilepress.cli.measuring import begin, ranks, tell
+from tilepress.cli.terminal import cell, say, table
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
 _KERNELS_SHOWN = 6
 
 
+@takes(Measuring)
 def speed(
     model: Model,
     base: Annotated[
@@ -47,52 +25,34 @@ def speed(
     new_tokens: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 128,
     runs: Annotated[int, typer.Option(help="How often, for the spread.")] = 5,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are prefilled at once.")] = 2048,
-    dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
-    ] = "auto",
-    output: JsonFile = None,
-    report: Report = None,
-    write_card: WriteCard = False,
     seed: Seed = 0,
-    device: Device = "auto",
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Measuring,
 ) -> None:
     """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
 
     A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
     torchrun --nproc-per-node 2 -m tilepress eval speed …
     """
-    check_report(report)
-    check_card(model, write_card)
+    begin(model, how)
     from tilepress.bench.speed import Protocol, Subject, speed as measure
     from tilepress.device import find_device
     from tilepress.formats.checkpoint import open_model
     from tilepress.runtime import loader
-    from tilepress.runtime.parallel.group import TensorParallel
 
-    quiet_libraries()
     protocol = Protocol(tuple(parse_batches(batch)), context, new_tokens, runs, chunk, seed)
-    device, kind, path = find_device(device), parse_dtype(dtype) or "auto", str(open_model(model, revision).path)
-    group = TensorParallel.start(device)
+    device, kind = find_device(how.device), parse_dtype(how.dtype) or "auto"
+    path = str(open_model(model, how.revision).path)
+    with ranks(device, how.output) as (group, is_first):
 
-    def load(path: str, kv: bool):
-        return loader.load(path, device, kind, trust_remote_code, kv=kv, group=group)
+        def load(path: str, kv: bool):
+            return loader.load(path, device, kind, how.trust_remote_code, kv=kv, group=group)
 
-    subject = Subject(model, lambda: load(path, True))
-    other = None if base is None else Subject(base, lambda: load(base, False))
-    is_first = group is None or group.rank == 0
+        subject = Subject(model, lambda: load(path, True))
+        other = None if base is None else Subject(base, lambda: load(base, False))
+        found = measure(subject, other, protocol, say if is_first and not how.quiet else lambda at: None, group)
     if is_first:
-        check_writable(output)
-    found = measure(subject, other, protocol, say if is_first and not quiet else lambda at: None, group)
-    if group is not None:
-        group.close()
-    if is_first:
-        show(found, output, speed_text, json_)
-        show_report([found], report)
-        show_card(model, found, write_card)
+        tell(found, speed_text, model, how)
 
 
 def speed_text(found: dict) -> str:

@@ -5,40 +5,15 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import (
-    Bos,
-    Device,
-    Json,
-    JsonFile,
-    Model,
-    Quiet,
-    Report,
-    Revision,
-    Trust,
-    WriteCard,
-    parse_dtype,
-    parse_share,
-)
-from tilepress.cli.terminal import (
-    EXIT_CHECK_FAILED,
-    Bar,
-    cell,
-    check_card,
-    check_report,
-    check_writable,
-    quiet_libraries,
-    say,
-    show,
-    show_card,
-    show_report,
-    table,
-    with_error,
-)
+from tilepress.cli.flags import Bos, Measuring, Model, parse_dtype, parse_share, takes
+from tilepress.cli.measuring import begin, tell
+from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, cell, check_writable, say, table, with_error
 from tilepress.formats import UsageError
 
 EXAMPLE = "tilepress eval tasks pruned --base MODEL --tasks hellaswag --limit 1000"
 
 
+@takes(Measuring)
 def tasks(
     model: Model,
     tasks: Annotated[
@@ -70,17 +45,8 @@ def tasks(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each task at most.", show_default=False)] = None,
     bos: Bos = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")
-    ] = "auto",
-    device: Device = "auto",
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    output: JsonFile = None,
-    report: Report = None,
-    write_card: WriteCard = False,
-    json_: Json = False,
-    quiet: Quiet = False,
+    *,
+    how: Measuring,
 ) -> None:
     """Share of multiple-choice questions that MODEL answers rightly, scored as lm-evaluation-harness does without examples.
 
@@ -89,11 +55,9 @@ def tasks(
     least = parse_share(min_recovery) if min_recovery is not None else None
     if least is not None and base is None:
         raise UsageError("--min-recovery compares with a base that is not given", "add --base MODEL")
-    check_report(report)
-    check_card(model, write_card)
-    check_writable(output)
-    quiet_libraries()
-    with Bar("tasks", quiet) as bar:
+    begin(model, how)
+    check_writable(how.output)
+    with Bar("tasks", how.quiet) as bar:
         found = tilepress.tasks(
             model,
             tasks.split(","),
@@ -102,15 +66,13 @@ def tasks(
             limit=limit,
             fewshot=fewshot,
             bos=bos,
-            device=device,
-            dtype=parse_dtype(dtype) or "auto",
-            trust_remote_code=trust_remote_code,
-            revision=revision,
+            device=how.device,
+            dtype=parse_dtype(how.dtype) or "auto",
+            trust_remote_code=how.trust_remote_code,
+            revision=how.revision,
             progress=bar.at,
         )
-    show(found.to_json(), output, _text, json_)
-    show_report([found.to_json()], report)
-    show_card(model, found.to_json(), write_card)
+    tell(found.to_json(), _text, model, how)
     if least is not None and (found.recovery is None or found.recovery[0] < least):
         told = "the base scores nothing, so no share of it is recovered"
         if found.recovery is not None:

@@ -211,22 +211,6 @@ def show_report(runs: list, report: Path | None) -> None:
         say(f"wrote {report}")
 
 
-def check_card(model: str, write_card: bool) -> None:
-    """Raise UsageError before the work for a model that has no card of ours."""
-    from tilepress.formats import UsageError
-
-    if write_card and not (Path(model) / "tilepress.json").exists():
-        raise UsageError(f"--write-card, but {model} is no artifact in a folder", "leave it out, or give an artifact")
-
-
-def show_card(model: str, found: dict, write_card: bool) -> None:
-    """Add what was found to the artifact's card, if that was asked for."""
-    if write_card:
-        import tilepress
-
-        say(f"wrote {tilepress.write_card(model, found)}")
-
-
 def show(found: dict, output: Path | None, text: Callable[[dict], str], json_: bool) -> None:
     """Print a result as JSON or as text, and write its JSON to a file if there is one."""
     if output is not None:
