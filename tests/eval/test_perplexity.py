@@ -13,7 +13,7 @@ import torch
 from support.artifacts import few_words, prune, quantize, run_recipe
 from support.fallbacks import refuse_all
 from support.ranks import command
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import tilepress
 from tilepress import KVCache, text as reading

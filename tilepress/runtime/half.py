@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 _HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # which argument is the left matrix
@@ -73,17 +74,20 @@ def fast_products(dtype: torch.dtype, device: str | torch.device) -> Iterator[No
         end()
 
 
-def speed_up(model: nn.Module) -> None:
-    """Have every forward of a model run with fast products, as long as its dtype and device need them."""
-    model.register_forward_pre_hook(_before)
-    model.register_forward_hook(_after, always_call=True)
+def speed_up(model: PreTrainedModel) -> None:
+    """Have every forward of a model, and of its body alone, run with fast products, as long as its dtype and device need them. Calling it again does
+    nothing."""
+    for module in dict.fromkeys((model, model.base_model)):
+        if _before not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_before)
+            module.register_forward_hook(_after, always_call=True)
 
 
-def _before(model: nn.Module, _) -> None:
+def _before(model: PreTrainedModel, _) -> None:
     if is_slow(model.dtype, model.device):
         begin()
 
 
-def _after(model: nn.Module, *_) -> None:
+def _after(model: PreTrainedModel, *_) -> None:
     if is_slow(model.dtype, model.device):
         end()
