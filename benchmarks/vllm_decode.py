@@ -69,7 +69,9 @@ def measure(folder: str, weights: str) -> dict:
         max_num_seqs=max(batch for batch, _ in CASES),
         gpu_memory_utilization=0.1,  # what the engines find beside one another; the cache's size is given
         kv_cache_memory_bytes=CACHE,
-        compilation_config={"cudagraph_capture_sizes": sorted({batch for batch, _ in CASES})},
+        compilation_config={
+            "cudagraph_capture_sizes": sorted({batch for batch, _ in CASES} | {n for n in FIRST if n <= 512})
+        },
         enable_prefix_caching=True,
         seed=0,
     )
