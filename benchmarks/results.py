@@ -197,11 +197,13 @@ The first token does not come sooner. vLLM's comes after 15 ms for 32 and 512 to
 ## Inside vLLM
 
 The same shape in vLLM {load("vllm")["env"]["vllm"]} with the [plug-in](vllm.md), {load("vllm")["env"]["card"]}:
-its engine, torch.compile and CUDA graphs, its 16-bit cache. First tokens of up to 512 rows are bound by the host here: no graph holds that many rows.
+its engine, torch.compile and CUDA graphs, its 16-bit cache.
+First tokens of up to 512 rows are bound by the host here: no graph holds that many rows.
 
 {inside_vllm()}
 
-`benchmarks/h100/decode.json`, `benchmarks/h100/vllm.json`. More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
+`benchmarks/h100/decode.json`, `benchmarks/h100/vllm.json`.
+More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
 """
 
 
