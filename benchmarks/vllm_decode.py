@@ -116,9 +116,9 @@ def measure(folder: str, weights: str) -> dict:
     return {"weights": weights, "started_s": started, "decode": decode, "first": first}
 
 
-def make(model: str, folder: Path, words: list[str]) -> None:
+def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "tilepress", "compress", words[0], model, "-o", str(folder), *words[1:]]
-    subprocess.run([*command, "--device", "cuda", "-q"], check=True)
+    return subprocess.Popen([*command, "--device", "cuda", "-q"])
 
 
 def rows(found: list[dict]) -> list[dict]:
@@ -150,9 +150,9 @@ def main() -> None:
         os._exit(0)  # an engine's own end takes long and says much
     forms = {form: Path(asked.model) if FORMS[form] is None else asked.work / form for form in asked.forms.split(",")}
     asked.work.mkdir(parents=True, exist_ok=True)
-    for form, folder in forms.items():
-        if FORMS[form] is not None and not (folder / "tilepress.json").exists():
-            make(asked.model, folder, FORMS[form])
+    missing = [form for form in forms if FORMS[form] and not (forms[form] / "tilepress.json").exists()]
+    if any([process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]]):
+        sys.exit("a form could not be made")
     running = {form: start(form, folder, asked.work) for form, folder in forms.items()}
     end = time.monotonic() + asked.timeout
     ready = {form: wait_until_ready(process, end) for form, process in running.items()}
