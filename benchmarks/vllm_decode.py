@@ -151,7 +151,7 @@ def main() -> None:
     forms = {form: Path(asked.model) if FORMS[form] is None else asked.work / form for form in asked.forms.split(",")}
     asked.work.mkdir(parents=True, exist_ok=True)
     missing = [form for form in forms if FORMS[form] and not (forms[form] / "tilepress.json").exists()]
-    if any([process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]]):
+    if any(process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]):
         sys.exit("a form could not be made")
     running = {form: start(form, folder, asked.work) for form, folder in forms.items()}
     end = time.monotonic() + asked.timeout
