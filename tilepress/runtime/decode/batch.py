@@ -92,6 +92,7 @@ class Batch:
         if graphs and not captures:
             raise UsageError("CUDA graphs need a card, and kernels for the whole step", "leave graphs out")
         self._captures = captures if graphs is None else graphs
+        self._pads = captures  # without graphs too, so that those change no bit
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None  # one graph runs at a time
         self._graphs: dict[int, Callable[[], Tensor]] = {}  # launch a step of so many sequences, and return its logits
         self._prefills: dict[tuple[int, int], _Prefill] = {}  # by number of prompts and size
@@ -112,8 +113,8 @@ class Batch:
 
     @torch.inference_mode()
     def prefill_all(self, prompts: list[Prompt]) -> Tensor:
-        """Begin a sequence with each prompt, and return the logits [prompts, vocabulary] behind them. Where there are graphs, prompts of about the same
-        length are prefilled together, as many as have `chunk` tokens.
+        """Begin a sequence with each prompt, and return the logits [prompts, vocabulary] behind them. Where kernels serve the whole step, prompts of about
+        the same length are prefilled together, as many as have `chunk` tokens.
 
         Raises UsageError for a sequence that is empty or longer than the batch has room for, TilepressError if the cache has not enough pages."""
         for _, tokens, most in prompts:
@@ -135,7 +136,7 @@ class Batch:
         return torch.cat([found[prompt.sequence] for prompt in prompts])
 
     def _together(self, prompts: list[Prompt]) -> Iterator[tuple[int | None, list[Prompt]]]:
-        """Yield prompts whose first pieces are one pass, and the size to which they are padded: None for a prompt that has no graph."""
+        """Yield prompts whose first pieces are one pass, and the size to which they are padded, None for a prompt that is not."""
         by_size: dict[int | None, list[Prompt]] = {}
         for prompt in prompts:
             by_size.setdefault(self._size_for(min(len(prompt.tokens), self.chunk)), []).append(prompt)
@@ -144,14 +145,14 @@ class Batch:
             yield from ((size, some[first : first + count]) for first in range(0, len(some), count))
 
     def _size_for(self, tokens: int) -> int | None:
-        """Return the size to which a piece is padded: one of SIZES, or what a sequence has room for. None where it runs as it is, op by op."""
-        if not self._captures:
+        """Return the size to which a piece is padded: one of SIZES, or what a sequence has room for. None where it runs as it is."""
+        if not self._pads:
             return None
         size = next((size for size in SIZES if size >= tokens), None)
         return None if size is None else min(size, self.max_len)
 
     def _in_pieces(self, prompt: Prompt, start: int) -> Tensor:
-        """Run a prompt's tokens from `start` on op by op, and return the logits [1, vocabulary] behind the last."""
+        """Run a prompt's tokens from `start` on without padding, and return the logits [1, vocabulary] behind the last."""
         count = len(prompt.tokens)
         for first in range(start, count, self.chunk):
             piece = prompt.tokens[first : first + self.chunk].to(self.device)
@@ -174,13 +175,12 @@ class Batch:
         if known is None:
             known = self._prefills[len(prompts), size] = _Prefill(given.to(self.device))
             return self._begin(known.given)
-        known.given.copy_(
-            given, non_blocking=True
-        )  # from memory that is not pinned: it has been read when this returns
+        # The memory is not pinned: it has been read when this returns, though the card may still be busy.
+        known.given.copy_(given, non_blocking=True)
         if known.replay is not None:
             return known.replay().clone()
         logits = self._begin(known.given)
-        if self._has_room(given[:, 2:].numel()):
+        if self._captures and self._has_room(given[:, 2:].numel()):
             known.replay = self._capture(lambda: self._begin(known.given))
         return logits
 
@@ -268,8 +268,7 @@ class Batch:
 
     def paths(self) -> dict[Path | str, int]:
         """Return which implementation serves how many parts of a step, and how steps and prompts are launched."""
-        steps, prompts = "launched op by op", "launched op by op"
-        if self._captures:
-            steps = "a CUDA graph for each size of batch"
-            prompts = f"first pieces of up to {SIZES[-1]} tokens are CUDA graphs, padded"
+        graph, alone = "a CUDA graph for each size", "launched op by op"
+        steps = f"{graph} of batch" if self._captures else alone
+        prompts = f"{graph} of padded prompts, up to {SIZES[-1]} tokens" if self._captures else alone
         return self._served | {f"decode steps: {steps}": 1, f"prefill: {prompts}": 1}
