@@ -134,6 +134,7 @@ class _Config(ctypes.Structure):
     )
 
 
+_FLOAT, _BITS = struct.Struct("f"), struct.Struct("I")
 _SERIALIZE = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -292,7 +293,7 @@ def zeros_for_good(device: torch.device, nbytes: int) -> int:
 
 def float_bits(value: float) -> int:
     """Return the bits of a float, as an argument of a launch."""
-    return struct.unpack("I", struct.pack("f", value))[0]
+    return _BITS.unpack(_FLOAT.pack(value))[0]
 
 
 class ByValue:
