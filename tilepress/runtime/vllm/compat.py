@@ -1,9 +1,13 @@
 """The versions of vLLM that the plug-in serves, and what differs between them."""
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 from tilepress.formats import UsageError
+from tilepress.kernels import jit
 
 OLDEST, NEWEST = (
     (0, 24),
@@ -31,3 +35,16 @@ def check_version(found: str) -> None:
             f"tilepress serves artifacts in vLLM {first} to {last}, this is {found}",
             f"pip install 'vllm>={first},<={last}.99', or upgrade tilepress",
         )
+
+
+def let_products_start_early() -> None:
+    """Make the kernels that torch.compile writes let the product behind them start, and read its weights, while they end
+    (programmatic dependent launch). TORCHINDUCTOR_ENABLE_PDL=0 leaves them as they are."""
+    jit.successors_wait = False
+    triton = torch._inductor.config.triton
+    if (
+        torch.cuda.is_available()
+        and os.environ.get("TORCHINDUCTOR_ENABLE_PDL") != "0"
+        and hasattr(triton, "enable_pdl")
+    ):
+        triton.enable_pdl = True
