@@ -6,6 +6,8 @@ from torch._inductor import config as inductor
 
 from tilepress.formats import tiled_bitmap, tiled_csl
 from tilepress.kernels import jit
+from tilepress.kernels.tiled_bitmap_spmm import tiled_bitmap_spmm
+from tilepress.kernels.tiled_csl_spmm import tiled_csl_spmm
 from tilepress.runtime.vllm import compat
 
 HOPPER = pytest.mark.skipif(
@@ -23,11 +25,11 @@ def products(layout: str) -> list:
         if layout == "tiled-csl":
             packed = tiled_csl.pack(weight)
             part = packed.words, packed.offsets, None, WIDTH, packed.dtype
-            made.append(lambda x, part=part: torch.ops.tilepress.tiled_csl_spmm(x, *part))
+            made.append(lambda x, part=part: tiled_csl_spmm(x, *part))
         else:
             packed = tiled_bitmap.pack(weight)
             part = packed.words, packed.offsets, None, None, WIDTH, packed.dtype, packed.group
-            made.append(lambda x, part=part: torch.ops.tilepress.tiled_bitmap_spmm(x, *part))
+            made.append(lambda x, part=part: tiled_bitmap_spmm(x, *part))
     return made
 
 
@@ -69,13 +71,7 @@ def test_results_are_those_of_kernels_one_after_another(monkeypatch, layout, row
         assert torch.equal(each, expected[i % 2])
 
 
-def test_the_plug_in_lets_them_unless_it_is_told_not_to(monkeypatch):
+def test_the_plug_in_makes_products_wait(monkeypatch):
     monkeypatch.setattr(jit, "successors_wait", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with inductor.patch({"triton.enable_pdl": False}):
-        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", "0")
-        compat.let_products_start_early()
-        assert not inductor.triton.enable_pdl and not jit.successors_wait
-        monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL")
-        compat.let_products_start_early()
-        assert inductor.triton.enable_pdl
+    compat.wait_before_successors()
+    assert not jit.successors_wait

@@ -1,10 +1,7 @@
 """The versions of vLLM that the plug-in serves, and what differs between them."""
 
-import os
 import re
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
 
 from tilepress.formats import UsageError
 from tilepress.kernels import jit
@@ -37,14 +34,6 @@ def check_version(found: str) -> None:
         )
 
 
-def let_products_start_early() -> None:
-    """Make the kernels that torch.compile writes let the product behind them start, and read its weights, while they end
-    (programmatic dependent launch). TORCHINDUCTOR_ENABLE_PDL=0 leaves them as they are."""
+def wait_before_successors() -> None:
+    """Make products wait before they let the next kernel start: with TORCHINDUCTOR_ENABLE_PDL=1 that is one of torch.compile's."""
     jit.successors_wait = False
-    triton = torch._inductor.config.triton
-    if (
-        torch.cuda.is_available()
-        and os.environ.get("TORCHINDUCTOR_ENABLE_PDL") != "0"
-        and hasattr(triton, "enable_pdl")
-    ):
-        triton.enable_pdl = True
