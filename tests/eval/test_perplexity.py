@@ -13,7 +13,7 @@ import torch
 from support.artifacts import few_words, prune, quantize, run_recipe
 from support.fallbacks import refuse_all
 from support.ranks import command
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tilepress
 from tilepress import KVCache, text as reading
@@ -122,7 +122,7 @@ def test_comparison_with_a_base(model, tokenizer, text, ids, artifact):
 def test_packed_equals_the_masked_dense_model_and_costs_little(tiny, artifact, tmp_path, tokenizer, text):
     """Perplexity to 1e-3; at most 2.5 times the dense processor time (best of three, whole windows)."""
     prune(tiny, tmp_path / "dense", 0.6, format="dense")
-    packed, dense = (tilepress.load(path) for path in (artifact, tmp_path / "dense"))
+    packed, dense = tilepress.load(artifact), AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
     protocol = Protocol(str(text), seqlen=512, limit=2)
     results, seconds = {}, {"packed": [], "dense": []}
     for _ in range(3):

@@ -5,6 +5,7 @@ import torch
 from support.decoding import decoded
 
 import tilepress
+from tilepress.eval import perplexity
 from tilepress.runtime import half
 from tilepress.runtime.half import fast_products
 
@@ -60,20 +61,18 @@ def test_gradients(calls):
     assert torch.equal(x.grad, w.sum(1).expand(9, 20)) and torch.equal(w.grad, x.sum(0)[:, None].expand(20, 6))
 
 
-def test_models_compute_so_while_they_run(calls, checkpoint_of):
+def test_measuring_and_decoding_compute_so(calls, checkpoint_of):
     source, ids = checkpoint_of("llama"), torch.arange(30)[None]
     model = tilepress.load(source)
-    with torch.no_grad():
-        found = model(ids).logits
-        assert len(calls) > 7 * model.config.num_hidden_layers and half._library is None
-        with pytest.raises(IndexError):
-            model(torch.full((1, 30), 1 << 40))
-        assert half._library is None
-        torch.testing.assert_close(
-            found.float(), tilepress.load(source, dtype=torch.float32)(ids).logits, rtol=0.05, atol=0.05
-        )
+    found = perplexity._logits(model, ids)
+    assert len(calls) > 7 * model.config.num_hidden_layers and half._library is None
+    wide = perplexity._logits(tilepress.load(source, dtype=torch.float32), ids)
+    torch.testing.assert_close(found.float(), wide, rtol=0.05, atol=0.05)
+    with pytest.raises(IndexError):
+        perplexity._logits(model, torch.full((1, 30), 1 << 40))
+    assert half._library is None
     calls.clear()
     assert len(decoded(model, [[3, 4, 5, 6, 7, 8]], 3)[0]) == 3 and calls and half._library is None
     calls.clear()
-    tilepress.load(source, dtype=torch.float32)(ids)
+    model(ids)
     assert not calls

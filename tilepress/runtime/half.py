@@ -1,7 +1,8 @@
 """Products in half precision on CPUs that have no instructions for them: computed in float32, and rounded once.
 
-torch's own loops for such CPUs (AVX2 alone, say) also sum in float32 and round once, but 10 to 20 times slower than its float32 product. So while a model of
-bfloat16 or float16 runs there, the four ops that multiply matrices are replaced; nothing else changes, in the process or in what a model computes.
+torch's own loops for such CPUs (AVX2 alone, say) also sum in float32 and round once, but 10 to 20 times slower than its float32 product. So while this
+package runs a model of bfloat16 or float16 there, the four ops that multiply matrices are replaced; nothing else changes, in the process or in what a
+model computes. Callers of a loaded model have torch's own.
 """
 
 import threading
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 _HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # which argument is the left matrix
@@ -40,8 +40,8 @@ def _in_float32(name: str, left: int) -> Callable[..., Tensor]:
     return product
 
 
-def begin() -> None:
-    """Replace the ops, until `end` has been called as often."""
+def _begin() -> None:
+    """Replace the ops, until `_end` has been called as often."""
     global _running, _library
     with _lock:
         _running += 1
@@ -53,7 +53,7 @@ def begin() -> None:
                     _library.impl(name, _in_float32(name, left), "CPU", allow_override=True)
 
 
-def end() -> None:
+def _end() -> None:
     global _running, _library
     with _lock:
         _running = max(_running - 1, 0)
@@ -67,27 +67,8 @@ def fast_products(dtype: torch.dtype, device: str | torch.device) -> Iterator[No
     if not is_slow(dtype, device):
         yield
         return
-    begin()
+    _begin()
     try:
         yield
     finally:
-        end()
-
-
-def speed_up(model: PreTrainedModel) -> None:
-    """Have every forward of a model, and of its body alone, run with fast products, as long as its dtype and device need them. Calling it again does
-    nothing."""
-    for module in dict.fromkeys((model, model.base_model)):
-        if _before not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_before)
-            module.register_forward_hook(_after, always_call=True)
-
-
-def _before(model: PreTrainedModel, _) -> None:
-    if is_slow(model.dtype, model.device):
-        begin()
-
-
-def _after(model: PreTrainedModel, *_) -> None:
-    if is_slow(model.dtype, model.device):
-        end()
+        _end()

@@ -11,7 +11,6 @@ from tilepress.formats import UsageError, foreign_errors, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint
 from tilepress.formats.hub import locate
 from tilepress.models.meta import check_fit
-from tilepress.runtime import half
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, register
 from tilepress.runtime.linear.packed import PackedLinear
@@ -117,7 +116,6 @@ def _loaded(
         model.to(device)
     if calibration is not None:
         kv_cache.install(model, calibration)
-    half.speed_up(model)
     return model
 
 

@@ -1,5 +1,5 @@
 """Additions of `import tilepress.hf` to transformers' from_pretrained, beside the quantizer of plugin.py: INT8
-checkpoints, the calibrated cache, and half precision on slow CPUs.
+checkpoints, and the calibrated cache.
 """
 
 from functools import cache
@@ -10,7 +10,6 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from tilepress.formats import TilepressError, int8, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.hub import locate
-from tilepress.runtime import half
 from tilepress.runtime.hf import hooks, paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import TilepressConfig, register
 
@@ -29,11 +28,10 @@ class _CompressedTensors(CompressedTensorsConfig):
         return TilepressConfig.from_dict(config_dict, *args, **kwargs)
 
 
-def _finish(model: PreTrainedModel, options: dict) -> None:
-    """Do with a model what runtime/loader.load does, and put the cache that its config names into it; `options` are the arguments that from_pretrained got.
+def _install_cache(model: PreTrainedModel, options: dict) -> None:
+    """Put the cache that a model's config names into it; `options` are the arguments that from_pretrained got.
 
     Raises TilepressError for a calibration that is missing, damaged or of another model."""
-    half.speed_up(model)
     named = model.config.__dict__.pop(kv_calibration.CONFIG_KEY, None)  # save_pretrained does not write the calibration
     asked = options.get("attn_implementation") or getattr(options.get("config"), "_attn_implementation", None)
     if named is None or asked or not model.can_generate() or options.get("state_dict") is not None:
@@ -50,4 +48,4 @@ def install() -> None:
     """Make from_pretrained load every artifact. `tilepress.hf` calls it when it is imported, and once more when it is run."""
     register()
     hooks.replace_quantization_config(int8.METHOD, _CompressedTensors)
-    hooks.after_from_pretrained(_finish)
+    hooks.after_from_pretrained(_install_cache)

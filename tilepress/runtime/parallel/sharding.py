@@ -12,7 +12,6 @@ from tilepress.formats import TilepressError, UsageError, int8, kv_calibration
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, model_names, module_path
 from tilepress.formats.hub import locate
 from tilepress.models.meta import check_fit
-from tilepress.runtime import half
 from tilepress.runtime.hf import paged_cache as kv_cache
 from tilepress.runtime.hf.plugin import METHOD, check_sizes
 from tilepress.runtime.linear.cut import VERIFY, Whole
@@ -50,7 +49,6 @@ def load(
         kv_cache.install(model, calibration)
     if "quantization_config" in checkpoint.config:
         model.config.quantization_config = checkpoint.config["quantization_config"]
-    half.speed_up(model)
     return model
 
 
