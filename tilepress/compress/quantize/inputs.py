@@ -22,7 +22,6 @@ from tilepress.compress.quantize.smoothing import (
     output_error,
     quantized_weight,
     smooth_factors,
-    token_weights,
 )
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
@@ -85,35 +84,57 @@ class Input:
             None  # by how much a scale per token in place of the static range lowers the outputs' error
         )
         self.errors_per_token: list[float] | None = None
-        self._waiting: list[Tensor] = []  # rows of windows that were not looked at yet
+        self._seen: list[Tensor] = []  # rows of the window that runs
+        self._waiting: list[tuple[Tensor, Tensor | None]] = []  # rows of windows that were not looked at yet, and their tokens' energy
+        self._scale: Tensor | None = None  # a usual token's energy
 
     def start(self) -> None:
         """Begin with new statistics."""
         self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
         self.typical = self.moments = None
 
-    def see(self, x: Tensor, counting: bool, together: int = 1) -> None:
-        """Take x [..., channels] of a window, to look at it with others that have `together` elements; `counting` fills the histogram."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        self._waiting.append(rows if rows.numel() >= together else rows.clone())  # the layer may go on in place
-        if sum(waiting.numel() for waiting in self._waiting) >= together:
+    def see(self, x: Tensor) -> None:
+        """Take x [..., channels] of a window that runs."""
+        self._seen.append(x.detach().reshape(-1, x.shape[-1]).clone())  # the layer may go on in place
+
+    def end_window(self, energy: Tensor, counting: bool, together: int = 1) -> None:
+        """Take the window's `energy` [tokens], each token's squared norm in the residual stream; look at the windows that wait once they
+        have `together` elements. `counting` fills the histogram."""
+        seen, self._seen = [rows for rows in self._seen if len(rows)], []
+        whole = len(seen) == 1 and len(seen[0]) == len(energy) and ".experts." not in self.group.linears[0]
+        self._waiting += [(rows, energy if whole else None) for rows in seen]
+        if sum(rows.numel() for rows, _ in self._waiting) >= together:
             self.look(counting)
 
     def look(self, counting: bool) -> None:
         """Look at the windows that wait."""
-        waiting, self._waiting = [rows for rows in self._waiting if len(rows)], []
+        waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        rows, name = waiting[0] if len(waiting) == 1 else torch.cat(waiting), self.group.linears[0]
-        self.stats.add(rows, name, counting, [len(part) for part in waiting])
-        if not self.settings.weighs_tokens:
-            return
-        if self.typical is None:
-            self.typical = waiting[0].float().square().sum(-1).median().clamp(min=1e-30)
+        parts, name = [rows for rows, _ in waiting], self.group.linears[0]
+        rows, weights = parts[0] if len(parts) == 1 else torch.cat(parts), None
+        if self.settings.weighs_tokens:
+            if self.typical is None:
+                self.typical = parts[0].float().square().sum(-1).median().clamp(min=1e-30)
+            weights = torch.cat([self._weights(*window) for window in waiting])
+        self.stats.add(rows, name, counting, [len(part) for part in parts], weights)
         if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
             self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
-            weights = token_weights(rows.float(), self.typical) * self.typical
-            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), name)
+            # Moments know no other scale than their mean, so the largest weights may be about 1.
+            root = (weights * self._scale).sqrt()[:, None]
+            self.moments.add((rows * root).to(rows.dtype), name)
+
+    def _weights(self, rows: Tensor, energy: Tensor | None) -> Tensor:
+        """Return how much each token counts [n]: the reciprocal of its squared norm in the residual stream, which its error is added to.
+
+        An attention sink's input can be a million times a usual one: without weights it would be all that counts. Experts see some of the
+        tokens, in an order of their own: their inputs' norms have to serve."""
+        if energy is None:
+            energy = rows.float().square().sum(-1).clamp(min=self.typical)
+        weights = energy.clamp(min=1e-30).reciprocal()
+        if self._scale is None:
+            self._scale = weights.median().reciprocal()
+        return weights
 
     def weights(self, modules: dict) -> list[Tensor]:
         """Return each linear layer's weight, [out, in] float32."""
@@ -152,7 +173,7 @@ class Input:
     def _learn_factors(self, weights: list[Tensor], modules: dict) -> None:
         """Take learned factors if they lower the error of the outputs, token by token."""
         rows, share = self.stats.rows, _GPTQ_SHARE if self.settings.rounding == "gptq" else 1.0
-        learned = learned_factors(rows, torch.cat(weights), self.group, self.typical, self.scheme, share)
+        learned = learned_factors(rows, torch.cat(weights), self.group, self.stats.beside, self.scheme, share)
         learned, exact = self._exact(learned, modules), [rows @ weight.t() for weight in weights]
         if self._error(learned, weights, exact) < self._error(torch.ones_like(learned), weights, exact):
             self.factors = learned
@@ -211,7 +232,7 @@ class Input:
             chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
             scale, zero_point = self._static(chosen)
         rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
-        token = token_weights(self.stats.rows, self.typical)[:, None] if self.settings.weighs_tokens else 1.0
+        token = self.stats.beside[:, None] if self.settings.weighs_tokens else 1.0
         totals = []
         for weight, expected in zip(weights, exact, strict=True):
             back = quantized_weight(weight * columns, self.scheme, self.dtype)
@@ -266,7 +287,7 @@ class Input:
 
     def _noise(self, rows: Tensor, weights: list[Tensor]) -> float:
         """Return the error of the outputs that quantized rows make, squared and relative, with tokens weighted."""
-        token = token_weights(self.stats.rows, self.typical)[:, None]
+        token = self.stats.beside[:, None]
         off = sum(float((((rows - self.stats.rows) @ w.t()).square() * token).sum()) for w in weights)
         return off / max(sum(float(((self.stats.rows @ w.t()).square() * token).sum()) for w in weights), 1e-30)
 

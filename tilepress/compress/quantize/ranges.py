@@ -140,7 +140,18 @@ def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"],
     for item in inputs:
         item.start()
     together = _TOGETHER.get(layer.model.device.type, 1) // max(len(inputs), 1)
-    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x, counting, together)):
-        yield from layer.outputs()
+    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x)):
+        for h, output in zip(layer.hidden, layer.outputs(), strict=True):
+            energy = _energy(h, output).to(layer.model.device)
+            for item in inputs:
+                item.end_window(energy, counting, together)
+            yield output
     for item in inputs:
         item.look(counting)
+
+
+def _energy(before: Tensor, after: Tensor) -> Tensor:
+    """Return each token's squared norm in the residual stream [tokens]: the larger of those before and after the layer, one of which may make
+    a massive activation."""
+    before, after = (h.detach().float().square().sum(-1).reshape(-1) for h in (before, after))
+    return torch.maximum(before, after)
