@@ -4,6 +4,8 @@ Linear layers that read one tensor share its statistics, factors, range and seco
 windows of text and asks for the decisions in order: factors, fold, range, codes of the weights, errors.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +45,7 @@ class Settings:
     rounding: str  # nearest | gptq
     dynamic: float  # of a static scheme the share of linear layers, at most, whose inputs are quantized per token
     dtype: torch.dtype | None  # the recipe's
+    keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
 
     @property
     def sampled_rows(self) -> int:
@@ -51,7 +54,7 @@ class Settings:
     @property
     def weighs_tokens(self) -> bool:
         """Whether weights are computed from those of the checkpoint, by what single tokens say."""
-        return self.smooth == "learn" or self.rounding == "gptq" or bool(self.dynamic)
+        return self.smooth == "learn" or self.rounding == "gptq" or bool(self.dynamic or self.keep)
 
     @property
     def observes_twice(self) -> bool:
@@ -79,7 +82,9 @@ class Input:
         self.massive: float | None = None  # how many times that is the root mean square of a typical token's values
         self.moments: Moments | None = None
         self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
+        self.row_divisors: list[Tensor | None] = []  # factors that are folded into the rows of each weight
         self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
+        self.noise: float | None = None  # that quantizing these linear layers alone adds to the residual stream, squared and relative
         self.gain: float | None = (
             None  # by how much a scale per token in place of the static range lowers the outputs' error
         )
@@ -191,9 +196,10 @@ class Input:
             self.massive = self.reach / float(self.typical / len(self.stats.high)) ** 0.5
         columns = 1.0 if self.factors is None else self.group.spread(self.factors)
         self.folded = [weight * columns for weight in self.weights(modules)]
-        for path, weight in zip(self.group.linears, self.folded, strict=True):
-            if path in divisors:
-                weight.div_(divisors[path][:, None])
+        self.row_divisors = [divisors.get(path) for path in self.group.linears]
+        for weight, divisor in zip(self.folded, self.row_divisors, strict=True):
+            if divisor is not None:
+                weight.div_(divisor[:, None])
         if self.factors is not None:
             self.stats.divide(columns)
             if self.moments is not None:
@@ -274,16 +280,46 @@ class Input:
             return
         weights = self.weights(modules) if self.folded is None else self.folded
         rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        if self.codes is None:
-            quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
-        else:
-            quantized = [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
+        quantized = self._quantized(weights)
         self.errors = output_error(self.stats.rows, weights, rows, quantized)
         if self.settings.dynamic and self.scheme.static:
             per_token = int8.fake_quantize_input(self.stats.rows, int8.Int8Scheme(), None, None)
             self.errors_per_token = output_error(self.stats.rows, weights, per_token, quantized)
             static, dynamic = (self._noise(found, weights) for found in (rows, per_token))
             self.gain = static - dynamic
+
+    def _quantized(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return the weights as they come back from INT8 [out, in] float32."""
+        if self.codes is None:
+            return [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        return [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
+
+    @contextlib.contextmanager
+    def quantized(self, modules: dict) -> Iterator[None]:
+        """Quantize these linear layers and their input for as long as the context lasts; a layer whose factors were not applied takes what
+        it always took and gives what it always gave."""
+        applied = self.settings.observes_twice
+        columns = 1.0 if applied or self.factors is None else self.group.spread(self.factors)
+
+        def quantize(_, args: tuple) -> tuple:
+            x = args[0].float() / columns
+            return int8.fake_quantize_input(x, self.scheme, self.scale, self.zero_point).to(args[0].dtype), *args[1:]
+
+        before, handles = [modules[path].weight.data for path in self.group.linears], []
+        try:
+            parts = zip(self.group.linears, self._quantized(self.folded), self.row_divisors, strict=True)
+            for path, weight, divisor in parts:
+                module = modules[path]
+                weight = weight if applied or divisor is None else weight * divisor[:, None]
+                weight = weight.t().contiguous() if linear_shape(module)[2] else weight
+                module.weight.data = weight.to(module.weight.dtype)
+                handles.append(module.register_forward_pre_hook(quantize))
+            yield
+        finally:
+            for path, weight in zip(self.group.linears, before, strict=True):
+                modules[path].weight.data = weight
+            for handle in handles:
+                handle.remove()
 
     def _noise(self, rows: Tensor, weights: list[Tensor]) -> float:
         """Return the error of the outputs that quantized rows make, squared and relative, with tokens weighted."""
@@ -311,6 +347,8 @@ class Input:
         if self.gain is not None:
             found |= {"gain": self.gain}
             found["per_token_error"] = dict(zip(found["weights"], self.errors_per_token, strict=True))
+        if self.noise is not None:
+            found |= {"noise": self.noise, "elements": sum(weight.numel() for weight in self.folded)}
         if self.errors is not None:
             found["output_error"] = dict(zip(found["weights"], self.errors, strict=True))
         return found

@@ -20,6 +20,8 @@ from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
 
+_PROBED = 2048  # tokens, about, that a layer runs again for each of its inputs to see what quantizing costs
+_OUTSTANDING = 2.0  # times the usual cost of a weight's element: from there it may stay in 16 bits
 _TOGETHER = {
     "cuda": 1 << 27
 }  # elements of a layer's inputs that wait, to be looked at in few launches; on a CPU that saves nothing
@@ -42,6 +44,11 @@ class Calibration(Found):
         return 0.0 if found is None else float(found)
 
     @cached_property
+    def kept(self) -> frozenset[str]:
+        """The weights that stay in 16 bits."""
+        return frozenset(name for item in self.facts["inputs"] if item.get("kept") for name in item["weights"])
+
+    @cached_property
     def dynamic(self) -> frozenset[str]:
         """The weights of a static scheme whose inputs are quantized per token."""
         return frozenset(name for item in self.facts["inputs"] if item.get("per_token") for name in item["weights"])
@@ -49,6 +56,8 @@ class Calibration(Found):
     def beside(self, name: str) -> dict[str, Tensor]:
         """Return scale and zero point of a weight's input and, rounded by GPTQ, codes and scale of the weight itself, by the names under
         which they are stored."""
+        if name in self.kept:
+            return {}
         weight_scale, scale, zero_point = int8.part_names(name)
         kinds = {name: "codes", weight_scale: "weight_scale"}
         if name not in self.dynamic:
@@ -82,9 +91,27 @@ class _Ranges(Visitor):
         return _calibrate_layer(layer, self.settings, self.dtype)
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        if self.settings.keep:
+            _keep_worst(facts["inputs"], self.settings.keep)
         if self.settings.dynamic:
             _except_worst(facts["inputs"], self.settings.dynamic)
         return facts
+
+
+def _keep_worst(inputs: list[dict], share: float) -> None:
+    """Keep the linear layers in 16 bits whose quantization costs the residual stream most for each of their elements, as many as a share of
+    all elements allows and as stand out. What few layers cost is not paid for with many bytes. Experts stay INT8: runtimes take them as one."""
+    sizes = [item.pop("elements", 0) for item in inputs]
+    if not (measured := [(item, size) for item, size in zip(inputs, sizes, strict=True) if "noise" in item]):
+        return
+    usual = sum(item["noise"] for item, _ in measured) / sum(size for _, size in measured)
+    left = share * sum(sizes)
+    for item, size in sorted(measured, key=lambda pair: -pair[0]["noise"] / pair[1]):
+        if item["noise"] >= _OUTSTANDING * usual * size and size <= left:
+            left -= size
+            for key in ("range", "scale", "zero_point", "clip_share", "output_error"):
+                item.pop(key, None)
+            item["kept"] = True
 
 
 def _except_worst(inputs: list[dict], share: float) -> None:
@@ -95,6 +122,8 @@ def _except_worst(inputs: list[dict], share: float) -> None:
     left = int(share * sum(len(item["weights"]) for item in inputs))
     for item in sorted(inputs, key=lambda item: -item.get("gain", 0.0) / len(item["weights"])):
         per_token, gain = item.pop("per_token_error", None), item.pop("gain", 0.0)
+        if item.get("kept"):
+            continue
         if gain > 0 and len(item["weights"]) <= left and ".experts." not in item["weights"][0]:
             left -= len(item["weights"])
             for key in ("range", "scale", "zero_point", "clip_share"):
@@ -110,6 +139,7 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
         inputs = [Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
         # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
         outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
+        probed = _probed(layer.hidden) if settings.keep else []
         for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
             outputs[i] = output
         for item in inputs:
@@ -129,9 +159,33 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
             item.choose_range(inputs)
             item.round_weights()
             item.measure(modules)
+        _measure_noise(layer, modules, inputs, probed)
     warnings = [warning for item in inputs for warning in item.warnings(names)]
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
     return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
+
+
+def _probed(windows: list[Tensor]) -> list[Tensor]:
+    """Return the first windows, of as many tokens as a look at what quantizing costs takes."""
+    found: list[Tensor] = []
+    for window in windows:
+        if sum(h.shape[1] for h in found) < _PROBED:
+            found.append(window)
+    return found
+
+
+def _measure_noise(layer: Layer, modules: dict[str, nn.Module], inputs: list[Input], probed: list[Tensor]) -> None:
+    """Run the layer with one input's linear layers quantized, and no others: what that adds to its output, squared, relative to each token's
+    residual stream. That is one measure for all, whatever the scale of a layer's inner values. Experts are left out."""
+    exact = [layer.model.run(layer.path, h) for h in probed]
+    energies = [_energy(h.to(out.device), out) for h, out in zip(probed, exact, strict=True)]
+    for item in inputs if probed else ():
+        if ".experts." in item.group.linears[0] or not item.stats.tokens:
+            continue
+        with item.quantized(modules):
+            off = [layer.model.run(layer.path, h) - out for h, out in zip(probed, exact, strict=True)]
+        ratios = [d.float().square().sum(-1).reshape(-1) / e.clamp(min=1e-30) for d, e in zip(off, energies, strict=True)]
+        item.noise = float(torch.cat(ratios).mean())
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:
