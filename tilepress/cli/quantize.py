@@ -160,8 +160,15 @@ def _layers_text(facts: dict) -> str:
         return "\n".join(lines)
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
     lines += _statistics_text(calibration["inputs"])
+    if "expected_kl" in calibration:
+        lines.append(
+            f"  expected   a KL divergence of about {calibration['expected_kl']:.2g} from the model as it was, to a factor of 4: "
+            "eval perplexity --base measures it"
+        )
     if kept := [name for item in calibration["inputs"] if item.get("kept") for name in item["weights"]]:
-        lines.append(f"  16 bits    {len(kept)} weights, which INT8 costs most: {', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}")
+        lines.append(
+            f"  16 bits    {len(kept)} weights, which INT8 costs most: {', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}"
+        )
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
     done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")

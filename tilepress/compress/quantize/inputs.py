@@ -84,13 +84,15 @@ class Input:
         self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
         self.row_divisors: list[Tensor | None] = []  # factors that are folded into the rows of each weight
         self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
-        self.noise: float | None = None  # that quantizing these linear layers alone adds to the residual stream, squared and relative
-        self.gain: float | None = (
-            None  # by how much a scale per token in place of the static range lowers the outputs' error
+        self.noise: float | None = (
+            None  # that quantizing these linear layers alone adds to the residual stream, squared and relative
         )
+        self.noise_per_token: float | None = None  # the same with a scale per token in place of the static range
         self.errors_per_token: list[float] | None = None
         self._seen: list[Tensor] = []  # rows of the window that runs
-        self._waiting: list[tuple[Tensor, Tensor | None]] = []  # rows of windows that were not looked at yet, and their tokens' energy
+        self._waiting: list[
+            tuple[Tensor, Tensor | None]
+        ] = []  # rows of windows that were not looked at yet, and their tokens' energy
         self._scale: Tensor | None = None  # a usual token's energy
 
     def start(self) -> None:
@@ -107,6 +109,7 @@ class Input:
         have `together` elements. `counting` fills the histogram."""
         seen, self._seen = [rows for rows in self._seen if len(rows)], []
         whole = len(seen) == 1 and len(seen[0]) == len(energy) and ".experts." not in self.group.linears[0]
+        whole = whole and not self.group.normed
         self._waiting += [(rows, energy if whole else None) for rows in seen]
         if sum(rows.numel() for rows, _ in self._waiting) >= together:
             self.look(counting)
@@ -132,8 +135,9 @@ class Input:
     def _weights(self, rows: Tensor, energy: Tensor | None) -> Tensor:
         """Return how much each token counts [n]: the reciprocal of its squared norm in the residual stream, which its error is added to.
 
-        An attention sink's input can be a million times a usual one: without weights it would be all that counts. Experts see some of the
-        tokens, in an order of their own: their inputs' norms have to serve."""
+        An attention sink's input can be a million times a usual one: without weights it would be all that counts. What a norm makes is of
+        one size and goes into gates and attention, not straight to the stream, so its own norm serves. It has to for experts, too, which see
+        some of the tokens in an order of their own."""
         if energy is None:
             energy = rows.float().square().sum(-1).clamp(min=self.typical)
         weights = energy.clamp(min=1e-30).reciprocal()
@@ -285,8 +289,6 @@ class Input:
         if self.settings.dynamic and self.scheme.static:
             per_token = int8.fake_quantize_input(self.stats.rows, int8.Int8Scheme(), None, None)
             self.errors_per_token = output_error(self.stats.rows, weights, per_token, quantized)
-            static, dynamic = (self._noise(found, weights) for found in (rows, per_token))
-            self.gain = static - dynamic
 
     def _quantized(self, weights: list[Tensor]) -> list[Tensor]:
         """Return the weights as they come back from INT8 [out, in] float32."""
@@ -295,7 +297,7 @@ class Input:
         return [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
 
     @contextlib.contextmanager
-    def quantized(self, modules: dict) -> Iterator[None]:
+    def quantized(self, modules: dict, scheme: int8.Int8Scheme) -> Iterator[None]:
         """Quantize these linear layers and their input for as long as the context lasts; a layer whose factors were not applied takes what
         it always took and gives what it always gave."""
         applied = self.settings.observes_twice
@@ -303,7 +305,7 @@ class Input:
 
         def quantize(_, args: tuple) -> tuple:
             x = args[0].float() / columns
-            return int8.fake_quantize_input(x, self.scheme, self.scale, self.zero_point).to(args[0].dtype), *args[1:]
+            return int8.fake_quantize_input(x, scheme, self.scale, self.zero_point).to(args[0].dtype), *args[1:]
 
         before, handles = [modules[path].weight.data for path in self.group.linears], []
         try:
@@ -320,12 +322,6 @@ class Input:
                 modules[path].weight.data = weight
             for handle in handles:
                 handle.remove()
-
-    def _noise(self, rows: Tensor, weights: list[Tensor]) -> float:
-        """Return the error of the outputs that quantized rows make, squared and relative, with tokens weighted."""
-        token = self.stats.beside[:, None]
-        off = sum(float((((rows - self.stats.rows) @ w.t()).square() * token).sum()) for w in weights)
-        return off / max(sum(float(((self.stats.rows @ w.t()).square() * token).sum()) for w in weights), 1e-30)
 
     def record(self, names: dict[str, str]) -> dict:
         """Return what the manifest keeps."""
@@ -344,8 +340,8 @@ class Input:
                 found["left_alone"] = self.left_alone
         if self.massive is not None:
             found |= {"reach": self.reach, "massive": round(self.massive, 1)}
-        if self.gain is not None:
-            found |= {"gain": self.gain}
+        if self.noise_per_token is not None:
+            found["noise_per_token"] = self.noise_per_token
             found["per_token_error"] = dict(zip(found["weights"], self.errors_per_token, strict=True))
         if self.noise is not None:
             found |= {"noise": self.noise, "elements": sum(weight.numel() for weight in self.folded)}

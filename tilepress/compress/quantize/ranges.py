@@ -21,6 +21,10 @@ from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
 
 _PROBED = 2048  # tokens, about, that a layer runs again for each of its inputs to see what quantizing costs
+_SENSED, _SENSED_NOISE = (
+    256,
+    1e-3,
+)  # tokens whose logits are looked at, and noise there: small, but above what 16 bits round
 _OUTSTANDING = 2.0  # times the usual cost of a weight's element: from there it may stay in 16 bits
 _TOGETHER = {
     "cuda": 1 << 27
@@ -88,13 +92,19 @@ class _Ranges(Visitor):
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        return _calibrate_layer(layer, self.settings, self.dtype)
+        facts, tensors = _calibrate_layer(layer, self.settings, self.dtype)
+        if self.settings.weighs_tokens and not self.settings.scheme.static and layer.path == layer.model.layers[-1]:
+            facts["sensitivity"] = _sensitivity(layer)
+        return facts, tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
-        if self.settings.keep:
-            _keep_worst(facts["inputs"], self.settings.keep)
+        _keep_worst(facts["inputs"], self.settings.keep)
         if self.settings.dynamic:
             _except_worst(facts["inputs"], self.settings.dynamic)
+        sensitivity, noises = facts.pop("sensitivity", []), [item.get("noise") for item in facts["inputs"]]
+        if sensitivity and None not in noises:
+            left = sum(item["noise"] for item in facts["inputs"] if not item.get("kept"))
+            facts["expected_kl"] = sensitivity[0] * left
         return facts
 
 
@@ -117,15 +127,16 @@ def _keep_worst(inputs: list[dict], share: float) -> None:
 def _except_worst(inputs: list[dict], share: float) -> None:
     """Give the inputs that static ranges serve worst a scale per token, as many as a share of all linear layers allows.
 
-    Those come first whose outputs' relative error falls most for each linear layer that reads them. Experts stay: runtimes take those of
-    a layer as one."""
+    Those come first that add least to the residual stream then, for each linear layer that reads them. Experts stay: runtimes take those
+    of a layer as one."""
     left = int(share * sum(len(item["weights"]) for item in inputs))
-    for item in sorted(inputs, key=lambda item: -item.get("gain", 0.0) / len(item["weights"])):
-        per_token, gain = item.pop("per_token_error", None), item.pop("gain", 0.0)
-        if item.get("kept"):
-            continue
-        if gain > 0 and len(item["weights"]) <= left and ".experts." not in item["weights"][0]:
+    gains = [item.get("noise", 0.0) - item.get("noise_per_token", item.get("noise", 0.0)) for item in inputs]
+    order = sorted(range(len(inputs)), key=lambda i: -gains[i] / len(inputs[i]["weights"]))
+    for item, gain in ((inputs[i], gains[i]) for i in order):
+        per_token, noise = item.pop("per_token_error", None), item.pop("noise_per_token", None)
+        if gain > 0 and len(item["weights"]) <= left and not item.get("kept"):
             left -= len(item["weights"])
+            item["noise"] = noise
             for key in ("range", "scale", "zero_point", "clip_share"):
                 item.pop(key)
             item |= {"per_token": True, "output_error": per_token}
@@ -139,7 +150,7 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
         inputs = [Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
         # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
         outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
-        probed = _probed(layer.hidden) if settings.keep else []
+        probed = _probed(layer.hidden) if settings.weighs_tokens else []
         for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
             outputs[i] = output
         for item in inputs:
@@ -182,10 +193,29 @@ def _measure_noise(layer: Layer, modules: dict[str, nn.Module], inputs: list[Inp
     for item in inputs if probed else ():
         if ".experts." in item.group.linears[0] or not item.stats.tokens:
             continue
-        with item.quantized(modules):
-            off = [layer.model.run(layer.path, h) - out for h, out in zip(probed, exact, strict=True)]
-        ratios = [d.float().square().sum(-1).reshape(-1) / e.clamp(min=1e-30) for d, e in zip(off, energies, strict=True)]
-        item.noise = float(torch.cat(ratios).mean())
+
+        def noise(scheme: int8.Int8Scheme, item: Input = item) -> float:
+            with item.quantized(modules, scheme):
+                off = [layer.model.run(layer.path, h).float() - out for h, out in zip(probed, exact, strict=True)]
+            squares = torch.cat([d.square().sum(-1).reshape(-1) for d in off])
+            return float((squares / torch.cat(energies).clamp(min=1e-30)).mean())
+
+        item.noise = noise(item.scheme)
+        if item.settings.dynamic and item.scheme.static:
+            item.noise_per_token = noise(int8.Int8Scheme(item.scheme.weights))
+
+
+def _sensitivity(layer: Layer) -> list[float]:
+    """Return the divergence of the logits, in nats, for each unit of noise, squared and relative, in what the last layer gives; none for a
+    model without a head. Noise of one direction as likely as any other stands for what rounding leaves."""
+    hidden = layer.hidden[0][:, :_SENSED].to(layer.model.device)
+    exact = layer.model.logits(hidden)
+    if exact is None:
+        return []
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.device)
+    noise *= hidden.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True) * _SENSED_NOISE**0.5
+    exact, other = (logits.float().log_softmax(-1) for logits in (exact, layer.model.logits(hidden.float() + noise)))
+    return [float((exact.exp() * (exact - other)).sum(-1).mean()) / _SENSED_NOISE]
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:

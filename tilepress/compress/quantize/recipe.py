@@ -122,7 +122,9 @@ class Quantize(Recipe):
         return 1 if text is None else 2
 
     def chosen(self, text: Text | None) -> tuple[str, str, float, float]:
-        """Return smoothing, rounding, the share of exceptions and that of weights in 16 bits; what is left to us is chosen by the inputs' scales and whether there is
+        """Return smoothing, rounding, the share of exceptions and that of weights in 16 bits.
+
+        What is left to us is chosen by the inputs' scales and whether there is
         text. Random tokens show which channels are large, but not how they go together: GPTQ loses by them."""
         smooth, rounding, dynamic, keep = self.smooth, self.rounding, self.dynamic, self.keep
         if smooth is None:

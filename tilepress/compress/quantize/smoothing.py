@@ -44,7 +44,8 @@ def learned_factors(
 ) -> Tensor:
     """Return factors of the producer's channels under which rounding inputs and weights adds least noise to the outputs.
 
-    rows [n, in] and weights [out, in] float32; `token` [n] says how much a token counts. A token's step follows its largest channel, a row's its largest weight, and the noise of
+    rows [n, in] and weights [out, in] float32; `token` [n] says how much a token counts.
+    A token's step follows its largest channel, a row's its largest weight, and the noise of
     a step is its square over 12 in every channel: of the inputs sum_t w_t max_j(x_tj / s_j)^2 * sum_j s_j^2 |W_j|^2, of the weights
     sum_i max_j(W_ij s_j)^2 * sum_j h_j / s_j^2, with h the inputs' weighted moments. `weight_share` of the latter counts: GPTQ makes up for
     the rest. Adam's steps (Kingma & Ba 2014) on log s from alpha 0.6 on, few and bounded, so that a factor moves by e^2 at most.
