@@ -26,6 +26,13 @@ WEIGHTS = {
     "tiled-csl-80": "80 % zeros (CSL)",
     "tiled-bitmap-50": "50 % zeros (bitmap)",
 }
+VLLM = {
+    "dense": "BF16, vLLM's own",
+    "w8a8": "INT8, vLLM's own kernels",
+    "tiled-csl-80": "80 % zeros (CSL)",
+    "tiled-bitmap-50": "50 % zeros (bitmap)",
+    "tiled-bitmap-50-int8": "50 % zeros, INT8 values",
+}
 CACHES = {"bf16": "BF16", "int4": "4 bits"}
 COLOURS = {"vllm": "#94a3b8", "tilepress": "#1f5fa8"}
 Table = list[list[str]]
@@ -117,6 +124,19 @@ def first_tokens() -> str:
     return table(["", "ms to the first token, prompt of 2048"], rows)
 
 
+def inside_vllm() -> str:
+    """What vLLM takes with the plug-in for sparse weights, beside its own BF16 and W8A8."""
+    rows, found = [], load("vllm")["rows"]
+    for weights in dict.fromkeys(row["weights"] for row in found):
+        own = [row for row in found if row["weights"] == weights]
+        steps = [row for row in own if "tpot_ms" in row]
+        first = {row["context"]: row["ttft_ms"] for row in own if "ttft_ms" in row}
+        cells = [cell for row in steps for cell in (f"{row['tpot_ms']:.2f}", f"{row['over_dense_bf16']:.2f}")]
+        rows.append([VLLM[weights], *cells, f"{steps[0].get('share', {}).get('ours', 0):.0%}", f"{first[512]:.0f}"])
+    head = ["weights", "1 sequence of 2048: ms a step", "over BF16", "16 of 1024: ms a step", "over BF16"]
+    return table([*head, "our kernels' share", "ms to the first of 512 tokens"], rows)
+
+
 def picture() -> str:
     """An SVG of bars: tokens a second of 16 sequences."""
     rows = speed(16, 8192)
@@ -174,7 +194,16 @@ The first token does not come sooner. vLLM's comes after 15 ms for 32 and 512 to
 
 {first_tokens()}
 
-`benchmarks/h100/decode.json`. More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
+## Inside vLLM
+
+The same shape in vLLM {load("vllm")["env"]["vllm"]} with the [plug-in](vllm.md), {load("vllm")["env"]["card"]}:
+its engine, torch.compile and CUDA graphs, its 16-bit cache.
+First tokens of up to 512 rows are bound by the host here: no graph holds that many rows.
+
+{inside_vllm()}
+
+`benchmarks/h100/decode.json`, `benchmarks/h100/vllm.json`.
+More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
 """
 
 

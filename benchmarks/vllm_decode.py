@@ -3,18 +3,24 @@
     python benchmarks/random_checkpoint.py llama-3-8b random-8b --device cuda
     python benchmarks/vllm_decode.py random-8b --work artifacts --output benchmarks/h200/vllm.json
 
-Each form runs in a process of its own, vLLM's own dense BF16 first; a row's `over_dense_bf16` compares with it. A token's
-time is the difference of a long and a short answer divided by their lengths, so that the prompt cancels out; prompts are
-in the prefix cache then. The first token is timed on prompts that are not. Forms that exist in --work are not made again.
+Each form runs in a process of its own. All start together, which is most of the time, and are then measured one after
+another, vLLM's own dense BF16 first; a row's `over_dense_bf16` compares with it. A token's time is the difference of a
+long and a short answer divided by their lengths, so that the prompt cancels out; prompts are in the prefix cache then. A
+row's `share` says what the card did in a token's time, by the names of its kernels, in parts of that time: ours, attention,
+products of vLLM's (the head; all of them where weights are not ours), the rest, and the time without a kernel. The first
+token is timed on prompts that are not cached. Forms that exist in --work are not made again.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 FORMS = {
@@ -26,26 +32,53 @@ FORMS = {
 }
 CASES = ((1, 2048), (16, 1024))  # batch and context
 FIRST = (32, 128, 512, 2048)  # tokens of prompts whose first token is timed
-SHORT, LONG, RUNS = 8, 136, 3
+SHORT, LONG, RUNS = 8, 136, 5
+PROFILED = 32  # tokens
+CACHE = 3 << 30  # bytes of vLLM's cache: room for the largest case
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the profiler sees the engine's kernels
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+KINDS = {  # of kernels, by words of their names; the first that fits
+    "ours": ("tiled_", "tilepress", "w8a8_", "w8a16_", "fused_quant"),
+    "attention": ("flash", "attn", "attention", "reshape_and_cache", "cutlass::device_kernel<flash"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "gemv", "splitk", "scaled_mm"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, words in KINDS.items() if any(word in kernel.lower() for word in words)), "rest")
 
 
 def measure(folder: str, weights: str) -> dict:
-    """Return the figures of one form: `decode` rows with batch, context and tpot_ms, `first` with context and ttft_ms."""
-    import torch
+    """Return the figures of one form: `decode` rows with batch, context and tpot_ms, `first` with context and ttft_ms.
+
+    Says "ready" when the engine has started, and measures as soon as a line comes in."""
+    from torch.profiler import ProfilerActivity, profile
     from vllm import LLM, SamplingParams
 
     most = max(context for _, context in CASES) + LONG + 8
+    began = time.perf_counter()
     llm = LLM(
         model=folder,
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=max(most, max(FIRST) + 8),
         max_num_seqs=max(batch for batch, _ in CASES),
-        gpu_memory_utilization=0.8,
+        gpu_memory_utilization=0.1,  # what the engines find beside one another; the cache's size is given
+        kv_cache_memory_bytes=CACHE,
+        compilation_config={
+            "cudagraph_capture_sizes": sorted({batch for batch, _ in CASES} | {n for n in FIRST if n <= 512})
+        },
         enable_prefix_caching=True,
         seed=0,
     )
     vocabulary, numbers = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
+    started = time.perf_counter() - began
+    print("ready", flush=True)
+    sys.stdin.readline()
 
     def prompts(count: int, length: int) -> list[dict]:
         return [{"prompt_token_ids": [numbers.randrange(3, vocabulary) for _ in range(length)]} for _ in range(count)]
@@ -56,28 +89,36 @@ def measure(folder: str, weights: str) -> dict:
         llm.generate(asked, sampling, use_tqdm=False)
         return time.perf_counter() - started
 
+    def kernels(asked: list[dict], tokens: int) -> Counter:
+        """Return the milliseconds on the card by kernel."""
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            seconds(asked, tokens)
+        return Counter({event.key: event.self_device_time_total / 1e3 for event in found.key_averages()})
+
     decode, first = [], []
     for batch, context in CASES:
         asked = prompts(batch, context)
         seconds(asked, SHORT)  # fills the prefix cache
         found = [(seconds(asked, LONG) - seconds(asked, SHORT)) / (LONG - SHORT) for _ in range(RUNS)]
-        spread = (max(found) - min(found)) / statistics.median(found)
-        decode.append({"batch": batch, "context": context, "tpot_ms": 1e3 * statistics.median(found), "spread": spread})
+        tpot = 1e3 * statistics.median(found)
+        row = {"batch": batch, "context": context, "tpot_ms": tpot, "spread": (max(found) - min(found)) * 1e3 / tpot}
+        spent = kernels(asked, SHORT + PROFILED)
+        spent.subtract(kernels(asked, SHORT))
+        kinds: Counter = Counter()
+        for name, ms in spent.items():
+            kinds[kind_of(name)] += ms / PROFILED
+        kinds["idle"] = tpot - kinds.total()
+        most_of_it = {name[:120]: ms / PROFILED for name, ms in spent.most_common(12)}
+        decode.append(row | {"share": {kind: ms / tpot for kind, ms in kinds.items()}, "kernels_ms": most_of_it})
     for context in FIRST:
         found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(RUNS + 1))][1:]
         first.append({"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)})
-    return {
-        "weights": weights,
-        "decode": decode,
-        "first": first,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+    return {"weights": weights, "started_s": started, "decode": decode, "first": first}
 
 
-def make(model: str, folder: Path, words: list[str]) -> None:
+def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "tilepress", "compress", words[0], model, "-o", str(folder), *words[1:]]
-    subprocess.run([*command, "--device", "cuda", "-q"], check=True)
+    return subprocess.Popen([*command, "--device", "cuda", "-q"])
 
 
 def rows(found: list[dict]) -> list[dict]:
@@ -99,31 +140,54 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("artifacts"), help="where compressed forms are, or are made")
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--output", type=Path, default=Path("vllm.json"))
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each form")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for all engines to start, and for each to be measured"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         asked.output.write_text(json.dumps(measure(asked.model, asked.one)))
-        return
-    found, notes = [], {}
+        os._exit(0)  # an engine's own end takes long and says much
+    forms = {form: Path(asked.model) if FORMS[form] is None else asked.work / form for form in asked.forms.split(",")}
     asked.work.mkdir(parents=True, exist_ok=True)
-    for form in asked.forms.split(","):
-        folder = Path(asked.model)
-        if FORMS[form] is not None:
-            folder = asked.work / form
-            if not (folder / "tilepress.json").exists():
-                make(asked.model, folder, FORMS[form])
-        part = asked.work / f"{form}.json"
-        part.unlink(missing_ok=True)
-        words = [sys.executable, __file__, str(folder), "--one", form, "--output", str(part)]
+    missing = [form for form in forms if FORMS[form] and not (forms[form] / "tilepress.json").exists()]
+    if any(process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]):
+        sys.exit("a form could not be made")
+    running = {form: start(form, folder, asked.work) for form, folder in forms.items()}
+    end = time.monotonic() + asked.timeout
+    ready = {form: wait_until_ready(process, end) for form, process in running.items()}
+    found, notes = [], {}
+    for form, process in running.items():
         try:
-            subprocess.run(words, check=True, timeout=asked.timeout)
-            found.append(json.loads(part.read_text()))
+            if not ready[form]:
+                raise TimeoutError(f"no engine after {asked.timeout:.0f} s, see {form}.log")
+            process.communicate("go\n", timeout=asked.timeout)
+            found.append(json.loads((asked.work / f"{form}.json").read_text()))
         except (subprocess.SubprocessError, OSError) as error:
             notes[form] = repr(error)
+        process.kill()
         asked.output.write_text(
             json.dumps({"env": environment(), "failed": notes, "rows": rows(found)}, indent=1) + "\n"
         )
+
+
+def start(form: str, folder: Path, work: Path) -> subprocess.Popen:
+    """Start the process that measures one form; what it has to say goes to a log beside its figures."""
+    (part := work / f"{form}.json").unlink(missing_ok=True)
+    words = [sys.executable, __file__, str(folder), "--one", form, "--output", str(part)]
+    with open(work / f"{form}.log", "w") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+        return subprocess.Popen(words, env=ENVIRONMENT | os.environ, **pipes)
+
+
+def wait_until_ready(process: subprocess.Popen, end: float) -> bool:
+    """Read what a process says until it is ready; False where it ends before, or the time does."""
+    watch = threading.Timer(max(end - time.monotonic(), 0), process.kill)
+    watch.start()
+    try:
+        return any(line.strip() == "ready" for line in process.stdout)
+    finally:
+        watch.cancel()
 
 
 def environment() -> dict:

@@ -23,7 +23,10 @@ import tilepress  # noqa: E402
 from tilepress.formats import UsageError  # noqa: E402
 
 PROMPTS = [[3 + 7 * i % 250 for i in range(length)] for length in (5, 33, 70)]
-TOLERANCE = 1e-3  # of log-probabilities in float32: the orders of sums differ
+CARD = torch.cuda.is_available()  # its attention takes no float32
+DTYPE = "bfloat16" if CARD else "float32"
+TOLERANCE = 0.1 if CARD else 1e-3  # of log-probabilities, against float32: roundings and the orders of sums differ
+ROOM = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05} if CARD else {}  # engines side by side
 LAYOUTS = {
     "tiled-bitmap": {"format": "tiled-bitmap"},
     "tiled-csl": {"format": "tiled-csl"},
@@ -46,8 +49,8 @@ def environment():
 
 
 def engine(path: Path, **options) -> "vllm.LLM":
-    settings = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True, "seed": 0}
-    return vllm.LLM(model=str(path), **settings | options)
+    settings = {"dtype": DTYPE, "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True, "seed": 0}
+    return vllm.LLM(model=str(path), **settings | ROOM | options)
 
 
 def sampled(tokens: int, **options) -> "vllm.SamplingParams":
@@ -161,6 +164,7 @@ def test_an_adapter_over_a_sparse_base(llama, tmp_path):
     assert_as(model, PROMPTS, generate(llm, PROMPTS, lora=LoRARequest("ours", 1, str(tmp_path))))
 
 
+@pytest.mark.skipif(CARD and torch.cuda.device_count() < 2, reason="one card")
 def test_two_ranks(checkpoint_of, tmp_path, monkeypatch):
     """A part of a layer begins and ends where tiles do not."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -209,7 +213,7 @@ def test_serve_answers_a_request(llama):
         port = probe.getsockname()[1]
     words = ["-m", "vllm.entrypoints.openai.api_server"]  # what `vllm serve` starts
     words += ["--model", str(llama), "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
-    words += ["--dtype", "float32", "--max-model-len", "128"]
+    words += ["--dtype", DTYPE, "--max-model-len", "128"]
     server = subprocess.Popen([sys.executable, *words], start_new_session=True)
     try:
         asked = {"model": str(llama), "prompt": PROMPTS[1], "max_tokens": 4, "temperature": 0, "logprobs": 1}
