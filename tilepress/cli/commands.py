@@ -22,7 +22,7 @@ PANELS = {  # options that many commands share, by the panel of the help that th
     "Text": ("dataset", "nsamples", "seqlen", "seed", "bos", "eval_dataset"),
     "Model": ("ignore", "trust_remote_code", "revision"),
     "Machine": ("device", "threads", "card"),
-    "Several workers": ("workers", "rank", "world_size"),
+    "Several workers": ("workers", "rank", "world_size", "ray"),
     "Output": (
         *("output", "overwrite", "resume", "dry_run", "report", "write_card", "json_", "quiet", "verbose", "log_file"),
     ),
@@ -30,7 +30,7 @@ PANELS = {  # options that many commands share, by the panel of the help that th
 _OTHERS = "Options"
 _WORDS = {int: "NUMBER", int | None: "NUMBER", float: "NUMBER", float | None: "NUMBER", str: "TEXT", str | None: "TEXT"}
 # What help lists and more is taken: layouts from elsewhere, sizes that heads divide into, dtypes of few uses; and what has an error of its own.
-_OPEN = ("format", "to", "group_size", "dtype", "what")
+_OPEN = ("ray", "format", "to", "group_size", "dtype", "what")
 _MODELS = ("model", "base", "a", "b")
 
 Verbose = Annotated[

@@ -108,6 +108,7 @@ def make(
             workers=how.workers,
             rank=rank,
             world_size=world_size,
+            ray=how.ray,
             progress=bar.at,
         )
     if made is None:

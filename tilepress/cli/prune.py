@@ -146,8 +146,9 @@ def _sweep(
     model: str, recipes: "list[Prune]", output: Path, text: "Text | None", eval_dataset: str, bos: str, how: Writing
 ) -> None:
     """Measure every recipe, and print what came out."""
-    if how.workers > 1 or how.rank is not None or how.dry_run:
-        raise UsageError("--sweep measures one artifact after the other", "leave out --workers, --rank and --dry-run")
+    if how.workers > 1 or how.rank is not None or how.ray is not None or how.dry_run:
+        hint = "leave out --workers, --rank, --ray and --dry-run"
+        raise UsageError("--sweep measures one artifact after the other", hint)
     from tilepress.eval.sweep import HEAD, cells, sweep
 
     check_report(how.report)

@@ -4,6 +4,7 @@
 sweep, the demo and Python programs come in here.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -12,11 +13,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from tilepress.compress.run import cluster
 from tilepress.compress.run.finish import GENERAL, finish, history
 from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.shards import run_parallel, run_shards
+from tilepress.compress.run.shared import check_shared
 from tilepress.compress.run.stages import add
 from tilepress.device import find_device
 from tilepress.formats import UsageError
@@ -87,6 +90,7 @@ class Run:
         workers: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        ray: str | None = None,
         progress: Report | None = None,
     ) -> Outcome | None:
         """Carry the run out, as `compress` describes it."""
@@ -101,16 +105,24 @@ class Run:
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
         if recipe.alone and world_size > 1:
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        if ray is not None and world_size > 1:
+            raise UsageError("a Ray cluster is given, and ranks too", "let Ray share the run, or the ranks")
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
         started, stages, joining = time.monotonic(), {}, world_size > 1
-        with Lock(plan.output, plan.work, joining) as lock:
+        on_ray = contextlib.nullcontext() if ray is None else cluster.connected(ray, workers)
+        with on_ray, Lock(plan.output, plan.work, joining) as lock:
             opened = open_output(plan, resume, overwrite, joining, lock)
             if opened:
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
+                if joining:
+                    check_shared(plan, rank)
                 share = rank, world_size, device, step
                 busy = min(workers, len(plan.shards))  # each has a shard at a time
-                stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
+                if ray is not None:
+                    stages = cluster.run_on_cluster(plan, workers, device, step)
+                else:
+                    stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
                 if finish(plan) is None:
                     return None
         return _outcome(
@@ -136,6 +148,7 @@ def compress(
     workers: int = 1,
     rank: int = 0,
     world_size: int = 1,
+    ray: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
     progress: Report | None = None,
@@ -150,6 +163,8 @@ def compress(
     device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
+    ray         address of a Ray cluster whose machines write the shards, `workers` at a time where that is more than one: HOST:PORT, "auto",
+                or "local" for one on this machine
     progress    called with what is at hand, the units of work that are done, and those in all
 
     Of several recipes the steps before the last are written beside the output, in `OUTPUT.steps`, and removed at the end; `resume` goes on with
@@ -162,7 +177,7 @@ def compress(
     recipes = list(recipe) if isinstance(recipe, Iterable) else [recipe]
     if not recipes or not all(isinstance(each, Recipe) for each in recipes):
         raise UsageError(f"{recipe!r} is no recipe", "give Prune, Quantize, KVCache, Recover or Convert, or a list")
-    how = {"workers": workers, "rank": rank, "world_size": world_size}
+    how = {"workers": workers, "rank": rank, "world_size": world_size, "ray": ray}
     datasets = list(dataset) if isinstance(dataset, (list, tuple)) else [dataset] * len(recipes)
     if len(datasets) != len(recipes):
         told = f"{len(datasets)} texts for {len(recipes)} recipes"

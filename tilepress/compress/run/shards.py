@@ -59,7 +59,7 @@ def run_parallel(
             waiting = {}
             for shard in plan.shards[rank::world_size]:
                 card = f"cuda:{shard.number % cards}" if cards else device
-                waiting[pool.submit(_shard_alone, plan, shard, state, card)] = shard
+                waiting[pool.submit(write_alone, plan, shard, state, card)] = shard
             for future in as_completed(waiting):
                 add(stages.seconds, future.result())
                 progress(waiting[future].output, waiting[future].elements)
@@ -84,7 +84,8 @@ def _setup_worker(threads: int, lifeline) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _shard_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+def write_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+    """Write a shard, unless it is done, in a process that has nothing else to do with the run; return the seconds of each stage."""
     stages = Stages(device)
     _ensure_shard(plan, shard, state, stages, lambda what, count: None)
     return stages.seconds
