@@ -4,6 +4,7 @@ JOBS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 REAL := $(VENV)/real
+S3 := s3fs==2026.9.0 aiobotocore==3.10.0 boto3==1.43.117 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
 FUZZ_SECONDS ?= 600
@@ -103,4 +104,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	for version in $(COMPRESSED_TENSORS); do \
 	    $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/compressed-tensors/$$version compressed-tensors==$$version || exit 1; \
 	done
+	@# An S3 server and its client for tests, also in a folder of its own: botocore wants an older python-dateutil than the one that is pinned.
+	grep -v '^python-dateutil==' constraints.txt > $(VENV)/s3-constraints.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/s3 --upgrade -c $(VENV)/s3-constraints.txt $(S3)
 	touch $(READY)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tilepress.cli.terminal import keep_log, log
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, is_address
 from tilepress.version import __version__
 
 PANELS = {  # options that many commands share, by the panel of the help that they stand in; all others come before
@@ -70,7 +70,7 @@ def _check(param, value: object) -> None:
     closed = len(choices) > 1 and param.name not in _OPEN and all(word == word.lower() for word in choices)
     if closed and value not in (None, param.default) and str(value) not in choices:
         raise UsageError(f"{param.opts[0]} {value} is unknown", f"choose one of {', '.join(choices)}")
-    if param.name in _MODELS and isinstance(value, str) and value:
+    if param.name in _MODELS and isinstance(value, str) and value and not is_address(value):
         path = Path(value).expanduser()
         if (value.startswith((".", "/", "~")) or value.count("/") > 1) and not path.is_dir():
             raise UsageError(f"{path} is not a folder", "give a folder with config.json and *.safetensors, or a hub id")

@@ -25,9 +25,17 @@ def _size(gib: float) -> float:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder, hub id or address (s3://…), dense or an artifact.", show_default=False
+    ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
+Output = Annotated[
+    str,  # of an address a path would keep one slash
+    typer.Option(
+        "--output", "-o", metavar="DIR", help="Folder to write; or an address: s3://BUCKET/DIR.", show_default=False
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
 Threads = Annotated[
     int | None,

@@ -21,6 +21,7 @@ from tilepress.cli.terminal import (
     size,
     table,
 )
+from tilepress.formats import UsageError, is_address
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -75,18 +76,14 @@ class Words:
 
 
 def make(
-    model: str,
-    output: Path,
-    recipe: "Recipe",
-    text: "Text | None",
-    how: Making,
-    words: Words,
-    writer: str | None = None,
+    model: str, output: str, recipe: "Recipe", text: "Text | None", how: Making, words: Words, writer: str | None = None
 ) -> "tilepress.Outcome | None":
     """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
     check_report(how.report)
+    if how.report is not None and is_address(output):
+        raise UsageError("--report reads a folder", "leave it out, or write to a folder")
     quiet_libraries()
     settle_threads(how.threads, how.quiet or how.dry_run)
     options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
@@ -146,15 +143,15 @@ def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Te
     return found.text
 
 
-def say_next(output: Path, base: str | Path, how: Making) -> None:
+def say_next(output: str, base: str | Path, how: Making) -> None:
     """Name the command that measures what the new artifact costs."""
-    if how.quiet:
+    if how.quiet or is_address(output):
         return
     from tilepress.formats.checkpoint import read_manifest
     from tilepress.text import CALIBRATION, RANDOM, Text
 
-    words = ["tilepress", "eval", "perplexity", str(output), "--base", str(base)]
-    dataset = read_manifest(output)["settings"].get("dataset")
+    words = ["tilepress", "eval", "perplexity", output, "--base", str(base)]
+    dataset = read_manifest(Path(output))["settings"].get("dataset")
     if dataset not in (None, CALIBRATION, RANDOM) and Text(dataset).temperature is None:
         words += ["--dataset", dataset]
     if how.trust_remote_code:

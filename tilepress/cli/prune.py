@@ -128,7 +128,8 @@ def prune(
     if sweep and recover:
         raise UsageError("--sweep measures pruning alone", "leave out --recover")
     if sweep:
-        _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, bos, how)
+        recipes = [replace(recipe, sparsity=value) for value in sparsities]
+        _sweep(model, recipes, Path(output), text, eval_dataset, bos, how)
         return
     if recover:
         if method == "magnitude" and nsamples is not None and not blocks and text.temperature is None:

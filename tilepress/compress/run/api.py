@@ -18,6 +18,7 @@ from tilepress.compress.run.finish import GENERAL, finish, history
 from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
+from tilepress.compress.run.remote import Output, Scratch, bring_model, check_remote, remote_of
 from tilepress.compress.run.shards import run_parallel, run_shards
 from tilepress.compress.run.shared import check_shared
 from tilepress.compress.run.stages import add
@@ -35,7 +36,7 @@ Report = Callable[[str, int, int], None]  # (what is at hand, units of work done
 class Outcome:
     """What a finished run made; sizes are bytes of stored weights, counts are elements of the compressed ones."""
 
-    output: Path
+    output: Path | str  # an address where one was given
     source_bytes: int
     bytes: int
     targets: int  # weights that were compressed
@@ -71,6 +72,7 @@ class Run:
     """A run that is planned and not started."""
 
     plan: Plan
+    scratch: Scratch | None = None  # what stands here for addresses; it goes with the run
 
     @property
     def warnings(self) -> list[str]:
@@ -110,12 +112,17 @@ class Run:
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
         started, stages, joining = time.monotonic(), {}, world_size > 1
+        store = Output(plan) if plan.remote is not None and plan.remote.output is not None else None
         on_ray = contextlib.nullcontext() if ray is None else cluster.connected(ray, workers)
         with on_ray, Lock(plan.output, plan.work, joining) as lock:
+            if store is not None:
+                store.look()
             opened = open_output(plan, resume, overwrite, joining, lock)
             if opened:
+                if store is not None:
+                    store.begin()
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
-                if joining:
+                if joining and store is None:
                     check_shared(plan, rank)
                 share = rank, world_size, device, step
                 busy = min(workers, len(plan.shards))  # each has a shard at a time
@@ -123,9 +130,13 @@ class Run:
                     stages = cluster.run_on_cluster(plan, workers, device, step)
                 else:
                     stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
+                if store is not None:
+                    store.look()  # others may have sent shards, too
                 if finish(plan) is None:
                     return None
-        return _outcome(
+                if store is not None:
+                    store.end()
+        made = _outcome(
             plan.output,
             recipe,
             plan.source_bytes,
@@ -134,6 +145,7 @@ class Run:
             stages=stages,
             was_complete=not opened,
         )
+        return made if store is None else replace(made, output=plan.remote.output)
 
 
 def compress(
@@ -155,8 +167,8 @@ def compress(
 ) -> Outcome | None:
     """Compress a language model into an artifact: `tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5))`.
 
-    model       folder or hub id: a dense checkpoint or an artifact; `revision` is a branch, tag or commit of a hub id
-    output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
+    model       folder, hub id or address (`s3://…`, `hf://…`): a dense checkpoint or an artifact; `revision` is of the hub
+    output      folder or address to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
     recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
     dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2.
                 What the model writes itself is made before: `tilepress.sample(model).text`. Of several recipes each has its own if this is a list
@@ -189,6 +201,8 @@ def compress(
     if world_size != 1:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
+    if remote_of(model, output, revision) is not None:
+        raise UsageError("a stack of recipes reads and writes folders", "give addresses to one recipe at a time")
     return _stack(open_model(model, revision), _folder(output), recipes, datasets, trust_remote_code, how, progress)
 
 
@@ -206,9 +220,17 @@ def plan(
         raise UsageError(f"{recipe!r} is no recipe", "a plan takes one: Prune, Quantize, KVCache, Recover or Convert")
     if dataset is not None and recipe.refuses_text:
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
-    checkpoint = open_model(model, revision)
+    if (remote := remote_of(model, output, revision)) is None:
+        checkpoint, output, scratch = open_model(model, revision), _folder(output), None
+    else:
+        scratch = Scratch()
+        checkpoint = bring_model(remote.source, scratch.path) if remote.source else open_model(model, revision)
+        output = scratch.path / "output" if remote.output else _folder(output)
     text = text_for(recipe, dataset, checkpoint, trust_remote_code)
-    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), _folder(output), recipe))
+    if remote is not None:
+        check_remote(remote, recipe, text)
+    planned = make_plan(Inputs(checkpoint, text, trust_remote_code), output, recipe)
+    return Run(replace(planned, remote=remote), scratch)
 
 
 def _folder(output: str | Path) -> Path:

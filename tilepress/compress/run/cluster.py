@@ -14,11 +14,13 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import torch
 
-from tilepress.compress.run.plan import Plan, Progress, Shard
+from tilepress.compress.run.plan import Plan, Progress, Shard, done_record
+from tilepress.compress.run.remote import at_home
 from tilepress.compress.run.shards import write_alone
 from tilepress.compress.run.shared import HINT, leave_token
 from tilepress.compress.run.stages import Stages, add
@@ -114,6 +116,10 @@ def run_on_cluster(
     )
     shared = ray.put((plan, state, "cuda" if on_card else "cpu"))
     left, running = list(reversed(plan.shards)), {}
+    if plan.remote is not None and plan.remote.output is not None:  # other machines do not look what is there
+        for shard in (shard for shard in plan.shards if done_record(plan, shard)):
+            left.remove(shard)
+            progress(shard.output, shard.elements)
     at_once = workers if workers > 1 else len(left)
     try:
         while left or running:
@@ -138,6 +144,7 @@ def _shard(shared: tuple, shard: Shard) -> dict[str, float]:
     import ray
 
     plan, state, device = shared
+    plan = at_home(plan)
     torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
     return write_alone(plan, shard, state, device)
 
@@ -174,26 +181,37 @@ def _usable(plan: Plan, memory: int, on_card: bool) -> tuple[list[_Machine], int
     Raises TilepressError where a machine does not see the output folder or has another version, and where no machine has room."""
     import ray
 
-    token = leave_token(plan, uuid.uuid4().hex)
+    in_store = plan.remote is not None and plan.remote.output is not None  # no folder is shared
+    token = None if in_store else leave_token(plan, uuid.uuid4().hex)
     try:
         machines = _machines(token)
     finally:
-        token.unlink(missing_ok=True)
+        if token is not None:
+            token.unlink(missing_ok=True)
     if not machines:
         raise TilepressError(
             "no machine of the Ray cluster answers",
             "start some with `ray start --address HOST:PORT`, and see `ray status`",
         )
-    most = max(machines, key=lambda machine: machine.memory)
+    room = plan.shard_room_bytes if plan.remote is not None else 0
     usable = [machine for machine in machines if machine.memory >= memory]
     if not usable:
+        most = max(machines, key=lambda machine: machine.memory)
         raise TilepressError(
             f"a task takes {memory / 1e9:.2f} GB, and no machine of the Ray cluster has more than the {most.memory / 1e9:.2f} GB of {most.host}",
             "add a larger one, or tell Ray what it has: `ray start --memory BYTES`",
         )
+    usable = [machine for machine in usable if machine.free_bytes >= room]
+    if not usable:
+        most = max(machines, key=lambda machine: machine.free_bytes)
+        raise TilepressError(
+            f"a shard takes {room / 1e9:.2f} GB of scratch, and no machine has more than the {most.free_bytes / 1e9:.2f} GB of {most.host}",
+            "point TMPDIR of Ray's processes to a larger disk",
+        )
     if on_card and not ray.cluster_resources().get("GPU"):
         raise TilepressError("no machine of the Ray cluster has a card", "leave out --device cuda")
-    return usable, 1
+    at_once = [(machine.cores, machine.free_bytes // room if room else machine.cores) for machine in usable]
+    return usable, max(ceil(cores / min(cores, shards)) for cores, shards in at_once)
 
 
 def _machines(token: Path | None) -> list[_Machine]:

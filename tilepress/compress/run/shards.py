@@ -12,11 +12,13 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
+from tilepress.compress.run.remote import fetched, send_shard
 from tilepress.compress.run.stages import Stages, add
 from tilepress.compress.run.targets import Target
 from tilepress.device import usable_cores
@@ -92,10 +94,16 @@ def write_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str,
 
 
 def _ensure_shard(plan: Plan, shard: Shard, state: dict, stages: Stages, progress: Progress) -> None:
-    if done_record(plan, shard, hashed=True) is not None:
+    in_store = plan.remote is not None and plan.remote.output is not None  # which vouches for the bytes
+    if done_record(plan, shard, hashed=not in_store) is not None:
         progress(shard.output, shard.elements)
-    else:
+        return
+    with ExitStack() as fetching:
+        with stages.of("read"):
+            fetching.enter_context(fetched(plan, shard))
         _write_shard(plan, shard, Checkpoint(plan.source), state, stages, progress)
+    with stages.of("write"):
+        send_shard(plan, shard)
 
 
 def _write_shard(
