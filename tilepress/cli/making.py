@@ -38,10 +38,31 @@ def plan_text(facts: dict, *told: str) -> str:
 
 
 def sizes_text(facts: dict, what: str) -> str:
-    """Return the line of a dry run that tells shards, sizes and memory."""
-    return (
+    """Return the lines of a dry run that tell shards, sizes, memory, and what a piece of the model took here."""
+    lines = (
         f"  {what} in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
         f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself"
+    )
+    return f"{lines}\n{forecast_text(facts['forecast'])}" if "forecast" in facts else lines
+
+
+def forecast_text(found: dict) -> str:
+    """Return the line that tells how long workers take, each alone on a machine like this one."""
+    rates = f"read {size(found['read_bytes_s'])}/s, compute {found['elements_s'] / 1e6:.0f} M weights/s, write {size(found['write_bytes_s'])}/s"
+    many = f"each of {found['workers']} workers" if found["workers"] > 1 else "one worker"
+    hour = found["workers_for_an_hour"]
+    enough = "no number of workers ends" if hour is None else f"{hour} worker{'s' * (hour > 1)} end{'s' * (hour == 1)}"
+    return (
+        f"  about {duration(found['seconds_per_worker'])} and {size(found['read_bytes_per_worker'])} to read for {many}, by a piece "
+        f"timed here ({rates}); {enough} within an hour"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, minutes or hours, as they are read."""
+    return next(
+        (f"{seconds / unit:.1f} {name}" for name, unit in (("h", 3600), ("min", 60)) if seconds >= unit),
+        f"{seconds:.1f} s",
     )
 
 
@@ -91,7 +112,10 @@ def make(
     for warning in run.warnings:
         say(f"warning: {warning}")
     if how.dry_run:
-        print(json.dumps(run.to_json(), indent=2) if how.json_ else words.planned(run.to_json()))
+        facts = run.to_json()
+        if (found := run.forecast(how.device, how.workers * how.share[1])) is not None:
+            facts["forecast"] = found
+        print(json.dumps(facts, indent=2) if how.json_ else words.planned(facts))
         return None
     rank, world_size = how.share
     if run.plan.text is not None and rank == 0:  # the others take what it calibrates

@@ -45,7 +45,7 @@ class Store:
         with self._told():
             from fsspec.core import url_to_fs
 
-            self._fs, self._root = url_to_fs(self.url, **_patience(url))
+            self._fs, self._root = url_to_fs(self.url, **_options(url))
             self._root = self._root.rstrip("/")
 
     @property
@@ -141,10 +141,12 @@ class Store:
             raise TilepressError(f"{where} cannot be used ({said})", hint) from error
 
 
-def _patience(url: str) -> dict:
-    """Return options so that a store which does not answer is told in seconds; what the user has configured for fsspec stays."""
+def _options(url: str) -> dict:
+    """Return fsspec's options: a store that does not answer is told in seconds, unless the user has configured it otherwise; folders are made."""
     from fsspec.config import conf
 
+    if url.startswith("file://"):
+        return {"auto_mkdir": True}
     own = url.startswith(("s3://", "s3a://")) and "config_kwargs" not in conf.get("s3", {})
     return {"config_kwargs": {"connect_timeout": 5, "retries": {"max_attempts": 2}}} if own else {}
 

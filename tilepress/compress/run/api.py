@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tilepress.compress.run import cluster
 from tilepress.compress.run.finish import GENERAL, finish, history
+from tilepress.compress.run.forecast import forecast
 from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
@@ -82,6 +83,10 @@ class Run:
     def to_json(self) -> dict:
         """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it."""
         return self.plan.to_json()
+
+    def forecast(self, device: str = "auto", workers: int = 1) -> dict | None:
+        """Time a small piece of the model here; return what the run takes then, of which each of so many workers has a part."""
+        return forecast(self.plan, find_device(device), workers)
 
     def start(
         self,
