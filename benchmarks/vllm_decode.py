@@ -69,7 +69,9 @@ def measure(folder: str, weights: str) -> dict:
         max_num_seqs=max(batch for batch, _ in CASES),
         gpu_memory_utilization=0.1,  # what the engines find beside one another; the cache's size is given
         kv_cache_memory_bytes=CACHE,
-        compilation_config={"cudagraph_capture_sizes": sorted({batch for batch, _ in CASES})},
+        compilation_config={
+            "cudagraph_capture_sizes": sorted({batch for batch, _ in CASES} | {n for n in FIRST if n <= 512})
+        },
         enable_prefix_caching=True,
         seed=0,
     )
@@ -114,9 +116,9 @@ def measure(folder: str, weights: str) -> dict:
     return {"weights": weights, "started_s": started, "decode": decode, "first": first}
 
 
-def make(model: str, folder: Path, words: list[str]) -> None:
+def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "tilepress", "compress", words[0], model, "-o", str(folder), *words[1:]]
-    subprocess.run([*command, "--device", "cuda", "-q"], check=True)
+    return subprocess.Popen([*command, "--device", "cuda", "-q"])
 
 
 def rows(found: list[dict]) -> list[dict]:
@@ -139,7 +141,7 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--output", type=Path, default=Path("vllm.json"))
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for all engines to start, and for each to be measured"
+        "--timeout", type=float, default=400.0, help="seconds for all engines to start, and for each to be measured"
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -148,9 +150,9 @@ def main() -> None:
         os._exit(0)  # an engine's own end takes long and says much
     forms = {form: Path(asked.model) if FORMS[form] is None else asked.work / form for form in asked.forms.split(",")}
     asked.work.mkdir(parents=True, exist_ok=True)
-    for form, folder in forms.items():
-        if FORMS[form] is not None and not (folder / "tilepress.json").exists():
-            make(asked.model, folder, FORMS[form])
+    missing = [form for form in forms if FORMS[form] and not (forms[form] / "tilepress.json").exists()]
+    if any(process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]):
+        sys.exit("a form could not be made")
     running = {form: start(form, folder, asked.work) for form, folder in forms.items()}
     end = time.monotonic() + asked.timeout
     ready = {form: wait_until_ready(process, end) for form, process in running.items()}

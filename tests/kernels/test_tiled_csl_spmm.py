@@ -256,7 +256,8 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     x, packed = torch.zeros(n, 1008, dtype=dtype), TiledCSL(words, offsets, rows, 1003, dtype)
     y = tiled_csl_spmm._multiply(x, packed, bias)
     cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
-    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, all_tiles),) = seen
+    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, all_tiles, successors_wait),) = seen
+    assert successors_wait is True
     addresses = [argument for argument in arguments_ if argument is not cuts]
     assert (len(arguments_) > len(addresses)) == (n <= 64)
     assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (

@@ -19,7 +19,15 @@ from torch.nn.functional import layer_norm, silu
 
 from tilepress.kernels import arch, fused_quant, jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.fused_quant import Configuration, check_even, configuration_for, rms_norm, why_not
+from tilepress.kernels.fused_quant import (
+    PER_TOKEN,
+    Configuration,
+    check_even,
+    configuration_for,
+    looked_at,
+    rms_norm,
+    why_not,
+)
 
 library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 library.define("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -80,13 +88,8 @@ def path(device: torch.device, dtype: torch.dtype, columns: int) -> Path:
 
 def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=0.0) -> tuple[Tensor, Tensor] | None:
     """The rows and the sum with `residual` (else anything); None where references must serve."""
-    given = [t for t in (residual, weight, bias) if t is not None]
-    if (
-        why_not(x.device, x.dtype, n) is not None
-        or any(t.dtype != x.dtype or t.device != x.device for t in given)
-        or any(t is not None and (t.shape != (n,) or not t.is_contiguous()) for t in (weight, bias))
-        or (residual is not None and residual.shape != x.shape)
-    ):
+    fits, _, vectors = looked_at(x, n, PER_TOKEN, None, None, residual, weight, bias)
+    if not fits:
         return None
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -95,13 +98,14 @@ def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=
     rows = x.numel() // x.shape[-1]
     if rows == 0:
         return out, total
-    tensors = x, residual, weight, bias, out, total
-    vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     chosen = configuration_of(op, n, rows > 2 * arch.card(x.device).multiprocessors)
     _kernel(chosen, op, vectors, x.dtype)(
         x.device,
         rows * chosen.pieces,
-        *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias)),
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         *(0, 0, 0),  # scale, its kind, zero point
         *(out.data_ptr(), 0, total.data_ptr()),
         n,

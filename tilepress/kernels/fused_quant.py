@@ -31,6 +31,7 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 from tilepress.formats import int8
 from tilepress.kernels import arch, jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.once import Once
 from tilepress.kernels.w8a8_gemm import KINDS
 
 PER_TOKEN, PER_TENSOR = 0, 1
@@ -190,8 +191,19 @@ def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool
     return Path("fused_quant", device.type, "a scale for the whole tensor" if why is None and one_scale else why)
 
 
-def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
-    """Codes, scale and the sum with `residual`; None where references must serve."""
+@Once
+def looked_at(
+    x: Tensor,
+    n: int,
+    mode: int,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[bool, int, bool]:
+    """Return whether the kernel takes the arguments, where scales come from as it counts (STATIC), and whether it can load 16 bytes at once. Raises
+    ValueError for scales and zero points that are none."""
     given = [t for t in (residual, weight, bias) if t is not None]
     if (
         why_not(x.device, x.dtype, n) is not None
@@ -201,17 +213,26 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
         or (residual is not None and residual.shape != x.shape)
         or (scale is not None and scale.dtype not in KINDS)
     ):
-        return None
+        return False, 0, False
     by_token = scale is not None and zero_point is None and scale.dim() > 1 and scale.shape == (*x.shape[:-1], 1)
     for what, t in (("scale", None if by_token else scale), ("zero point", zero_point)):
         if t is not None and (t.numel() != 1 or t.device != x.device):
             raise ValueError(f"a {what} of {list(t.shape)} on {t.device}: one number is needed, where x is")
-    if by_token:
-        scale = scale.contiguous()
-        if scale.device != x.device:
-            raise ValueError(f"scales on {scale.device}, x on {x.device}")
+    if by_token and scale.device != x.device:
+        raise ValueError(f"scales on {scale.device}, x on {x.device}")
     if zero_point is not None and zero_point.dtype != torch.int8:
         raise ValueError(f"a zero point of {zero_point.dtype}, not int8")
+    vectors = n % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x, *given))
+    return True, 0 if scale is None else 2 if by_token else 1, vectors
+
+
+def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
+    """Codes, scale and the sum with `residual`; None where references must serve."""
+    fits, static, vectors = looked_at(x, n, mode, scale, zero_point, residual, weight, bias)
+    if not fits:
+        return None
+    if scale is not None:
+        scale = scale.contiguous()
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     shape, rows = (*x.shape[:-1], n), x.numel() // x.shape[-1]
@@ -220,16 +241,20 @@ def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None
     total = None if residual is None else torch.empty_like(x)
     if rows == 0:
         return codes, found if scale is None else scale.float().clone(), total
-    tensors = x, residual, weight, bias, codes, total
-    vectors = n % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
     chosen = configuration_for(n, rows > 2 * arch.card(x.device).multiprocessors)
-    static = 0 if scale is None else 2 if by_token else 1
     _kernel(chosen, op, static, vectors, x.dtype)(
         x.device,
         rows,
-        *(0 if t is None else t.data_ptr() for t in (x, residual, weight, bias, scale)),
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         0 if scale is None else KINDS[scale.dtype],
-        *(0 if t is None else t.data_ptr() for t in (zero_point, codes, found, total)),
+        0 if zero_point is None else zero_point.data_ptr(),
+        codes.data_ptr(),
+        found.data_ptr(),
+        0 if total is None else total.data_ptr(),
         n,
         jit.float_bits(eps),
     )

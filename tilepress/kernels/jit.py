@@ -134,6 +134,11 @@ class _Config(ctypes.Structure):
     )
 
 
+_FLOAT, _BITS = struct.Struct("f"), struct.Struct("I")
+# Whether all kernels behind ours wait for the grids before them (wait_for_grid) ahead of everything that they read, as ours do. Then a product lets the
+# next kernel start at once, before it waits itself. What torch.compile writes waits only for what the kernel just ahead of it writes, and takes what
+# came earlier for done: beside such kernels this is False, and a product waits first.
+successors_wait = True
 _SERIALIZE = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -292,7 +297,7 @@ def zeros_for_good(device: torch.device, nbytes: int) -> int:
 
 def float_bits(value: float) -> int:
     """Return the bits of a float, as an argument of a launch."""
-    return struct.unpack("I", struct.pack("f", value))[0]
+    return _BITS.unpack(_FLOAT.pack(value))[0]
 
 
 class ByValue:

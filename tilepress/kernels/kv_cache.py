@@ -5,7 +5,6 @@ Appending is one opaque op: a compiler that sees its casts may drop them and cha
 """
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from tilepress.formats.kv_int4 import (
 from tilepress.formats.kv_pages import check_pages, write_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.once import Once
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
@@ -66,8 +66,7 @@ class Steps(NamedTuple):
         return {"CHANNELS": int(self.channels), "ROTATE": int(self.rotate), "REFITS": self.refits}
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
     fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys. Values have the keys' format unless `value_bits` is given."""
 
@@ -110,18 +109,14 @@ class Quantization:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
         if is_unlike(self):
             return False
-        wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(pages.device) is None
             and key.dtype == value.dtype
             and key.dtype in KINDS
             and slots.dtype == torch.int64
             and pages.is_contiguous()
-            and all(
-                t is None or (t.dtype == dtype and t.is_contiguous())
-                for t, dtype in zip(self.tensors, wanted, strict=True)
-            )
-            and all(t is None or t.data_ptr() % 32 == 0 for t in (pages, self.key_channels, self.value_channels))
+            and pages.data_ptr() % 32 == 0
+            and calibration_suits_kernels(self.tensors)
         )
 
     def steps(self, form: KVFormat) -> Steps:
@@ -144,14 +139,21 @@ class Quantization:
             pages.data_ptr(),
             slots.data_ptr(),
             *map(address, self.tensors),
-            *(jit.float_bits(0.5 * clip) for clip in (self.key_clip, self.value_clip)),
-            jit.float_bits(2 / form.max_code),
-            jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
-            len(slots),
-            len(pages),
+            jit.float_bits(0.5 * self.key_clip),
+            jit.float_bits(0.5 * self.value_clip),
+            *_numbers_of(form),
+            slots.shape[0],
+            pages.shape[0],
         )
 
 
+@functools.cache
+def _numbers_of(form: KVFormat) -> tuple[int, int]:
+    """Return a format's step and norm, as CACHE_TAKES names them."""
+    return jit.float_bits(2 / form.max_code), jit.float_bits((form.head_dim & -form.head_dim) ** -0.5)
+
+
+@functools.lru_cache(maxsize=4096)
 def forms_for(
     dim: int, bits: int, group_size: int, static: bool, value_bits: int, value_group_size: int, value_static: bool
 ) -> Forms:
@@ -195,6 +197,14 @@ def check_calibration(tensors: tuple[Tensor | None, ...], heads: int, form: Form
         raise ValueError("a static format needs its scales")
 
 
+def calibration_suits_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether key_channels, value_channels, key_fixed, value_fixed lie as kv_rows.cuh reads them."""
+    wanted = torch.float32, torch.float32, torch.float16, torch.float16
+    return all(
+        t is None or (t.dtype == dtype and t.is_contiguous()) for t, dtype in zip(tensors, wanted, strict=True)
+    ) and all(t is None or t.data_ptr() % 32 == 0 for t in tensors[:2])
+
+
 def row_macros(form: KVFormat, dtype: torch.dtype) -> dict[str, int]:
     """Return what kv_rows.cuh is compiled with for inputs of a dtype."""
     macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
@@ -219,11 +229,17 @@ def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kern
     return jit.Kernel("kv_append", append_source(form, dtype, steps), takes, THREADS, overlaps=True)
 
 
+@Once
+def _looked_at(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> tuple[Forms, bool]:
+    how = Quantization(*quantization)
+    return how.check(pages, key, value, slots), how.suits_kernels(pages, key, value, slots)
+
+
 def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
     """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
     how = Quantization(*quantization)
-    form = how.check(pages, key, value, slots)
-    if not how.suits_kernels(pages, key, value, slots):
+    form, fits = _looked_at(pages, key, value, slots, *quantization)
+    if not fits:
         return how.store(pages, key, value, slots, form)
     tokens, heads, _ = key.shape
     if tokens == 0:
@@ -252,8 +268,10 @@ def channels_of_lane(form: KVFormat) -> int:
 
 def in_rows(x: Tensor, width: int) -> Tensor:
     """Return x with channels in rows that begin at multiples of `width` elements, copied if it has to be."""
-    starts = x.data_ptr() // x.itemsize, *x.stride()[:-1]
-    fits = x.stride(-1) == 1 and all(start % width == 0 for start in starts)
+    *strides, last = x.stride()
+    fits = last == 1 and x.data_ptr() // x.itemsize % width == 0
+    for stride in strides:
+        fits = fits and stride % width == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 

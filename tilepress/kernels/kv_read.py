@@ -21,6 +21,7 @@ from tilepress.kernels.kv_cache import (
     VALUE_FORM,
     address,
     blocks,
+    calibration_suits_kernels,
     check_calibration,
     forms_for,
     is_unlike,
@@ -30,6 +31,7 @@ from tilepress.kernels.kv_cache import (
     values_of,
     why_not,
 )
+from tilepress.kernels.once import Once
 
 library.define(
     "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
@@ -95,18 +97,14 @@ class _Read(NamedTuple):
         """Return whether the arguments, already checked, lie as sm80_kv_read.cu reads and writes them, on a card with
         kernels.
         """
-        wanted = torch.float32, torch.float32, torch.float16, torch.float16
         return (
             jit.why_not(self.pages.device) is None
             and not is_unlike(self)
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()
-            and all(
-                t is None or (t.dtype == dtype and t.is_contiguous())
-                for t, dtype in zip(self.calibration, wanted, strict=True)
-            )
-            and all(t is None or t.data_ptr() % 32 == 0 for t in (self.pages, self.key_channels, self.value_channels))
+            and self.pages.data_ptr() % 32 == 0
+            and calibration_suits_kernels(self.calibration)
         )
 
 
@@ -138,12 +136,19 @@ def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
     return jit.Kernel("kv_read", source(form, dtype), _TAKES, THREADS, overlaps=True)
 
 
+@Once
+def _looked_at(*arguments) -> tuple[Forms, bool]:
+    """The formats of rows, and whether the kernel takes the arguments."""
+    read = _Read(*arguments)
+    return read.check(), read.suits_kernels
+
+
 def _kv_read_cuda(*arguments) -> tuple[Tensor, Tensor]:
     """The reference's, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table or `max_len` is
     cut, a number that is no page is the last page's."""
     read = _Read(*arguments)
-    form = read.check()
-    if not read.suits_kernels:
+    form, fits = _looked_at(*arguments)
+    if not fits:
         return kv_read_ref(*arguments)
     (sequences, heads, max_len, _), pages, table = read.shape, read.pages, read.block_table
     table = table if table.stride(1) == 1 else table.contiguous()

@@ -191,6 +191,11 @@ __device__ __forceinline__ void give_registers() {
 // writes are seen.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Where a kernel says late that the next may start (jit.py: `successors_wait`).
+__device__ __forceinline__ void wait_for_grid(bool launch_next) {
+  wait_for_grid();
+  if (launch_next) launch_dependents();
+}
 #endif
 
 // 16-bit values

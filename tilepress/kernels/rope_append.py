@@ -18,7 +18,7 @@ On cards from sm_80 on sm80_rope_append.cu does it in one launch, to the referen
 """
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from tilepress.kernels.kv_cache import (
     unlike_name,
     why_not,
 )
+from tilepress.kernels.once import Once
 
 library.define(
     "rope_append(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, Tensor? query_bias, Tensor? key_bias, Tensor? value_bias, "
@@ -97,8 +98,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return torch.cat([(turning * cos + partner * sin).to(x.dtype), rest], -1)
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """The op's arguments between the pages and the cache's own, in their order."""
 
     query: Tensor  # [tokens, query heads, D], float32, bfloat16 or float16, as all of them
@@ -175,22 +175,24 @@ class _Rows:
         query, key, value = (in_rows(x, width) for x in (self.query, self.key, self.value))
         angles = max(1, width // 2) if self.interleaved else width
         cos, sin = (in_rows(x, angles if self.cos.shape[1] % angles == 0 else 1) for x in (self.cos, self.sin))
-        weights = [x if x is None else in_rows(x, width) for x in self.weights]
+        weights = self.weights
+        biases, norms = ([x is not None for x in some] for some in (weights[:3], weights[3:]))
+        if any(biases) or any(norms):
+            weights = [x if x is None else in_rows(x, width) for x in weights]
         (tokens, heads, _), kv_heads, slots = query.shape, key.shape[1], self.slots.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if tokens == 0:
             return out
         wide = cos.dtype != key.dtype
-        biases, norms = (any(x is not None for x in some) for some in (weights[:3], weights[3:]))
-        shape = heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide, biases, norms
+        shape = heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide, any(biases), any(norms)
         kernel = _kernel(form, key.dtype, how.steps(form), *shape, self.fold)
         kernel(
             pages.device,
             blocks(tokens * (heads + 2 * kv_heads), _THREADS),
             *how.launch_arguments(pages, slots, form),
             out.data_ptr(),
-            *(x.data_ptr() for x in (query, key, value)),
-            *(x.stride(i) for x in (query, key, value) for i in (0, 1)),
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
             *map(address, weights),
             jit.float_bits(self.eps),
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)),
@@ -206,20 +208,19 @@ def _folded(query: Tensor, how: Quantization) -> Tensor:
     return (hadamard(wide) if how.rotate else wide).to(query.dtype)
 
 
-_BETWEEN = len(_Rows.__dataclass_fields__)
+_BETWEEN = len(_Rows._fields)
 
 
-def _taken(pages: Tensor, arguments: tuple) -> tuple[_Rows, Quantization, Forms]:
-    rows, how = _Rows(*arguments[:_BETWEEN]), Quantization(*arguments[_BETWEEN:])
-    return rows, how, rows.check(pages, how)
+def _taken(arguments: tuple) -> tuple[_Rows, Quantization]:
+    return _Rows(*arguments[:_BETWEEN]), Quantization(*arguments[_BETWEEN:])
 
 
 def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
     """Stores keys and values in pages uint8 [num_pages, KV heads, page_bytes] (formats/kv_pages.py) as kv_append does, and returns the queries
     [tokens, query heads, D] of the inputs' dtype, also of tokens whose slot is -1. The rest are those of `_Rows` and `Quantization`. Raises ValueError
     for what does not fit together, IndexError for slots beyond the pages."""
-    rows, how, form = _taken(pages, arguments)
-    return rows.reference(pages, how, form)
+    rows, how = _taken(arguments)
+    return rows.reference(pages, how, rows.check(pages, how))
 
 
 def source(form: KVFormat, dtype: torch.dtype, steps: Steps, *shape: int) -> str:
@@ -233,13 +234,19 @@ def _kernel(*what) -> jit.Kernel:
     return jit.Kernel("rope_append", source(*what), _TAKES, _THREADS, overlaps=True)
 
 
+@Once
+def _looked_at(pages: Tensor, *arguments) -> tuple[Forms, bool]:
+    """The formats of rows, and whether the kernel takes the arguments."""
+    rows, how = _taken(arguments)
+    form, fits = rows.check(pages, how), how.suits_kernels(pages, rows.key, rows.value, rows.slots)
+    return form, fits and all(x is None or x.is_contiguous() for x in rows.weights)
+
+
 def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
     """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
-    rows, how, form = _taken(pages, arguments)
-    fits = how.suits_kernels(pages, rows.key, rows.value, rows.slots)
-    if not fits or any(x is not None and not x.is_contiguous() for x in rows.weights):
-        return rows.reference(pages, how, form)
-    return rows.launch(pages, how, form)
+    rows, how = _taken(arguments)
+    form, fits = _looked_at(pages, *arguments)
+    return rows.launch(pages, how, form) if fits else rows.reference(pages, how, form)
 
 
 library.impl("rope_append", rope_append_ref, "CPU")

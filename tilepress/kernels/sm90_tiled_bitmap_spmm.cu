@@ -187,7 +187,8 @@ tiled_bitmap_spmm(const uint4* words,               // the weight's words, of 16
                   float* sums,                      // float32 [blocks, PAIRS * 128 * NT]: parts of sums
                   u64* left,                        // uint64 [blocks, 2 PAIRS]: whose parts are there
                   u64 ticket,
-                  int n, int m, int k_blocks, int units, int tiles, int walks, int tile_bytes, int slot_count) {
+                  int n, int m, int k_blocks, int units, int tiles, int walks, int tile_bytes, int slot_count,
+                  int successors_wait) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
@@ -201,13 +202,13 @@ tiled_bitmap_spmm(const uint4* words,               // the weight's words, of 16
   const auto equal = [=](int i) -> int {
     return i / blocks * units + i % blocks * (units / blocks) + min(i % blocks, units % blocks);
   };
-  launch_dependents();
+  if (successors_wait) launch_dependents();
   if (warp < CONSUMERS) {
     int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
     for (int i = threadIdx.x; i <= gridDim.x; i += CONSUMERS * 32) cuts[i] = all_cuts ? __ldg(all_cuts + i) : equal(i);
     bar_sync(0, WARPS * 32);
     take_registers<CONSUMER_REGISTERS>();
-    wait_for_grid();
+    wait_for_grid(!successors_wait);
     const Parts parts = {sums, left, ticket, CONSUMERS / 4, warp / 4};
     consume(slots, parts, number, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
   } else {

@@ -310,7 +310,7 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
                float* sums,                         // float32 [GRID, 128 * NT]: parts of sums (split_sum.cuh)
                u64* left,                           // uint64 [GRID, CONSUMERS]: whose parts are there
                u64 ticket,
-               int n, int m, int k_blocks, int tiles_of_w, int all_tiles) {
+               int n, int m, int k_blocks, int tiles_of_w, int all_tiles, int successors_wait) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   Bars bars;
@@ -328,7 +328,7 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
   const auto equal = [&](int b) { return cuts.at[b].tile; };
   const auto& cut = equal;
 #endif
-  launch_dependents();
+  if (successors_wait) launch_dependents();
   const Run run = {equal(blockIdx.x), equal(blockIdx.x + 1), k_blocks, (m + ROWS - 1) / ROWS};
   const Parts parts = {sums, left, ticket, CONSUMERS, warp < FIRST_PRODUCER ? warp / 4 : 0};
   if (warp < FIRST_PRODUCER) {
@@ -347,7 +347,7 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
     bar_arrive(LOADER_READY, (WARPS - LOADER + FIRST_PRODUCER) * 32);
     bar_sync(CONSUMERS_READY, WARPS * 32);
     take_registers<CONSUMER_REGISTERS>();
-    wait_for_grid();
+    wait_for_grid(!successors_wait);
     consume(run, base, base + X_AT, bars, parts, cut, bias, y, n, m);
     return;
   }

@@ -26,7 +26,7 @@ library.define(
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
 # Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
 MOST_ROWS = {1: 1536, 2: 2048}
-_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count"
+_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
@@ -252,6 +252,7 @@ def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
         plan.walks,
         facts.tile_bytes,
         plan.slots,
+        jit.successors_wait,
     )
     return y
 

@@ -174,7 +174,7 @@ def blocks(device: torch.device) -> int:
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
     cuts = "cuts& " if chosen.consumers == 1 else ""
-    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles_of_w all_tiles"
+    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles_of_w all_tiles successors_wait"
     shared_bytes = chosen.shared_bytes(grid)
     return jit.Kernel("tiled_csl_spmm", chosen.source(grid), takes, chosen.threads, shared_bytes, overlaps=True)
 
@@ -256,6 +256,7 @@ def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Ten
         -(-cols // tiled_csl.TILE_COLS),
         tiles,
         tiles * -(-n // chosen.columns),
+        jit.successors_wait,
     )
     return y
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tilepress.formats import TilepressError
 from tilepress.kernels import arch, jit, library, ptx
 from tilepress.kernels.arch import HOPPER, Path
+from tilepress.kernels.once import Once
 
 library.define(
     "w8a8_gemm(Tensor x, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) "
@@ -107,7 +108,7 @@ class Configuration:
         parts = (self.split - 1) * self.groups * 256 * self.tokens if self.tokens < 64 else 0
         return self.stages * (stage + 16) + parts + self.groups * (2 * 128 * min(self.tokens, 32) + 4 * self.tokens)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Blocks of a multiprocessor."""
         return 2 if self.fits(2) else 1
@@ -219,6 +220,32 @@ def row_sums(weight: Tensor) -> Tensor:
     return known.sums
 
 
+@Once
+def _looked_at(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[bool, bool]:
+    """Return whether kernels take the arguments, and whether codes begin where the kernel for sm_90 reads them. Raises ValueError for what is no product."""
+    n, k = weight.shape
+    numbers = x_scale, weight_scale, *(() if bias is None else (bias,))
+    if not _served(x.device, out_dtype, [number.dtype for number in numbers], k):
+        return False, False
+    if x.shape[-1] != k or x.dtype != torch.int8 or weight.dtype != torch.int8:
+        raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
+    scales = ("x_scale", x_scale, x.numel() // k), ("weight_scale", weight_scale, n)
+    check_scales(x, weight, scales, bias, n)
+    if x_zero_point is not None and (
+        x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8 or x_zero_point.device != x.device
+    ):
+        raise ValueError("a zero point is one int8 number, where x is")
+    return True, x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+
+
 def _cuda(
     x: Tensor,
     x_scale: Tensor,
@@ -228,23 +255,16 @@ def _cuda(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    fits, is_aligned = _looked_at(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
+    if not fits:
+        return w8a8_gemm_ref(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
     n, k = weight.shape
     flat = x.reshape(-1, k).contiguous()
-    m = len(flat)
-    numbers = x_scale, weight_scale, *(() if bias is None else (bias,))
-    if not _served(x.device, out_dtype, [number.dtype for number in numbers], k):
-        return w8a8_gemm_ref(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
-    if x.shape[-1] != k or x.dtype != torch.int8 or weight.dtype != torch.int8:
-        raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
-    check_scales(x, weight, (("x_scale", x_scale, m), ("weight_scale", weight_scale, n)), bias, n)
-    if x_zero_point is not None and (
-        x_zero_point.numel() != 1 or x_zero_point.dtype != torch.int8 or x_zero_point.device != x.device
-    ):
-        raise ValueError("a zero point is one int8 number, where x is")
+    m = flat.shape[0]
     if m == 0 or n == 0:
         return torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
     chosen = None
-    if uses_wgmma(x.device, n, k) and flat.data_ptr() % 16 == weight.data_ptr() % 16 == 0:
+    if is_aligned and uses_wgmma(x.device, n, k):
         chosen = configuration_for(m, n, k)
     y = multiply(chosen, flat, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
     return y.view(*x.shape[:-1], n)

@@ -3,7 +3,8 @@
 `PagedSequences` holds pages of 4, 8 or 16 bits (formats/kv_pages.py), attended to by kernels. A sequence gets the pages of its whole length when it begins, so
 that a block table stays as it is while the sequence grows. `ContiguousSequences` holds keys and values in the model's dtype for torch's own attention.
 
-A `Step` says where the rows of a pass go: `decoding` makes it of positions by tensor operations alone, `prefilling` for a piece of one sequence.
+A `Step` says where the rows of a pass go. `decoding` makes it of positions, `beginning` of the lengths of several prompts, both by tensor operations alone,
+as a CUDA graph needs it; `prefilling` makes it for a piece of one sequence.
 """
 
 from typing import NamedTuple
@@ -25,13 +26,13 @@ CACHES = ("auto", "calibrated", "bfloat16", "contiguous")
 
 
 class Step(NamedTuple):
-    """The rows of a pass: the next token of each of the first sequences, or in prefill a piece of one sequence."""
+    """The rows of a pass: the next token of each of the first sequences, or in prefill as many rows of each of some sequences."""
 
     positions: Tensor  # int64 [rows], -1: nothing stands there
-    slots: Tensor  # int64 [rows]: where in the pages; contiguous: which sequence
+    slots: Tensor  # int64 [rows]: where in the pages, -1: nowhere; contiguous: which sequence
     table: Tensor | None  # int32 [sequences, pages]; None: contiguous
     seq_lens: Tensor  # int32 [sequences], with this pass's rows
-    length: int | None  # tokens of the sequence after a piece of prefill; None: decoding
+    length: int | None  # tokens of each sequence after its rows of prefill, with padding; None: decoding
 
 
 class PagedSequences:
@@ -81,6 +82,15 @@ class PagedSequences:
         seq_lens = torch.tensor([first + count], dtype=torch.int32, device=self.device)
         return Step(positions, slots, table, seq_lens, first + count)
 
+    def beginning(self, sequences: Tensor, lengths: Tensor, size: int) -> Step:
+        """Return the step of the first `lengths` int64 [count] tokens of some sequences int64 [count], in `size` rows each: rows behind a sequence's end
+        store nothing, and attend to its tokens and zeros."""
+        at = torch.arange(size, device=self.device)
+        table = self.table[sequences]
+        slots = table.long()[:, at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
+        slots = slots.masked_fill(at >= lengths[:, None], -1)
+        return Step(at.repeat(len(sequences)), slots.flatten(), table, lengths.int(), size)
+
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, turns, layer, step: Step) -> Tensor:
         """Append the rows of layer `number` and return their attention [rows, heads, D].
 
@@ -91,8 +101,9 @@ class PagedSequences:
         query = self.pool.append(number, query, key, value, step.slots, rope, folded)
         if step.length is None:
             return self.pool.decode(number, query, step.table, step.seq_lens, layer.scale, folded)
-        query = query.transpose(0, 1)[None]
-        return self.pool.prefill(number, query, step.table, step.seq_lens, step.length, layer.scale)[0].transpose(0, 1)
+        query = query.unflatten(0, (len(step.table), -1)).transpose(1, 2)
+        found = self.pool.prefill(number, query, step.table, step.seq_lens, step.length, layer.scale)
+        return found.transpose(1, 2).flatten(0, 1)
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,6 +145,12 @@ class ContiguousSequences:
         positions = torch.arange(first, first + count, device=self.device)
         return Step(positions, torch.full_like(positions, sequence), None, positions[-1:].int() + 1, first + count)
 
+    def beginning(self, sequences: Tensor, lengths: Tensor, size: int) -> Step:
+        """Return the step of the first `lengths` int64 [count] tokens of some sequences int64 [count], in `size` rows each. What rows behind a sequence's
+        end store is written again before it is read."""
+        positions = torch.arange(size, device=self.device).repeat(len(sequences))
+        return Step(positions, sequences[:, None].expand(-1, size).flatten(), None, lengths.int(), size)
+
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, turns, layer, step: Step) -> Tensor:
         """Append the rows of layer `number` and return their attention: as PagedSequences.attend does."""
         if turns is not None:
@@ -144,8 +161,10 @@ class ContiguousSequences:
         at = step.positions % keys.shape[2]
         keys[step.slots, :, at], values[step.slots, :, at] = key, value
         if step.length is not None:
-            held = (x[step.slots[:1], :, : step.length] for x in (keys, values))
-            return attention.attention(query.transpose(0, 1)[None], *held, layer.scale)[0].transpose(0, 1)
+            sequences = step.slots.unflatten(0, (len(step.seq_lens), -1))[:, 0]
+            held = (x[sequences, :, : step.length] for x in (keys, values))
+            query = query.unflatten(0, (len(sequences), -1)).transpose(1, 2)
+            return attention.attention(query, *held, layer.scale).transpose(1, 2).flatten(0, 1)
         seen = torch.arange(keys.shape[2], device=self.device) <= step.positions.clamp(min=0)[:, None]
         mask, rows = seen[:, None, None], len(query)
         # Query heads that share a KV head are rows of one head here: with a mask torch has no fast kernel for groups.

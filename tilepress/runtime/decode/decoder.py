@@ -177,8 +177,8 @@ class Decoder:
             found[kind] = tuple(x[0, :, : x.shape[-1] // 2].contiguous() for x in turns)
         return found
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache, step, last: slice = slice(None)) -> Tensor:
-        """tokens, positions int64 [rows] (-1: nothing stands there) -> logits [rows of `last`, vocabulary]; the keys and values of the rows are in
+    def forward(self, tokens: Tensor, positions: Tensor, cache, step, last: slice | Tensor = slice(None)) -> Tensor:
+        """tokens, positions int64 [rows] (-1: nothing stands there) -> logits [rows that `last` takes, vocabulary]; the keys and values of the rows are in
         `cache` then (runtime/decode/cache.py), whose `step` says where."""
         at = positions.clamp(min=0)
         x = self.embedding(tokens)
@@ -197,6 +197,11 @@ class Decoder:
             x, residual = layer.forward(x, residual, attend, number)
         x, _ = self.final_norm(x[last], residual[last])
         return self.lm_head(x)
+
+    @property
+    def bytes_of_a_row(self) -> int:
+        """The bytes that a pass takes for a row: what stands beside each other in a layer is about 20 times a hidden state, mostly of its MLP."""
+        return 32 * self.dtype.itemsize * len(self.final_norm.module.weight)
 
     def paths(self, rows: int = 1) -> dict[Path | str, int]:
         """Which implementation serves how many products, norms and activations of a pass with so many rows."""

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from tilepress.formats import UsageError
-from tilepress.runtime.decode.batch import CHUNK, Batch
+from tilepress.runtime.decode.batch import CHUNK, Batch, Prompt
 from tilepress.runtime.decode.decoder import most_positions, why_not
 from tilepress.runtime.hf import hooks
 
@@ -47,7 +47,7 @@ def decode(
 
     - `cache`: where keys and values are kept, one of cache.CACHES; by default the calibrated pages that the model has, or lossless ones;
     - `chunk`: how many tokens of a prompt are prefilled at once;
-    - `graphs`: False for steps without CUDA graphs.
+    - `graphs`: False for prefill and steps without CUDA graphs.
 
     The model keeps its batch, with graphs and pages, for the next call that it has room for, unless ranks share it. A model that the lean pass does not
     know runs by its own, and a warning says why. Raises UsageError for what only `generate` itself does: beams, assistants, filled caches."""
@@ -196,16 +196,15 @@ def _prompts(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> 
 
 def _prefilled(batch: Batch, prompts: list[Tensor], new: int) -> Tensor:
     """Prefill every prompt, or copy what the same one has given before; return logits [prompts, vocabulary]."""
-    logits: list[Tensor] = []
     first: dict[tuple[int, ...], int] = {}
-    for number, prompt in enumerate(prompts):
-        before, most = first.setdefault(tuple(prompt.tolist()), number), len(prompt) + new
-        if before == number:
-            logits.append(batch.prefill(number, prompt, most))
-        else:
-            batch.copy(before, number, most)
-            logits.append(logits[before])
-    return torch.cat(logits)
+    before = [first.setdefault(tuple(prompt.tolist()), number) for number, prompt in enumerate(prompts)]
+    asked = [Prompt(number, prompts[number], len(prompts[number]) + new) for number in first.values()]
+    logits = batch.prefill_all(asked)
+    for number, same in enumerate(before):
+        if same != number:
+            batch.copy(same, number, len(prompts[number]) + new)
+    place = {prompt.sequence: i for i, prompt in enumerate(asked)}
+    return torch.stack([logits[place[same]] for same in before])
 
 
 def _state(model: PreTrainedModel) -> tuple:

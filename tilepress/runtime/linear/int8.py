@@ -92,7 +92,8 @@ class Int8Linear(PackedLinear):
     @property
     def static(self) -> tuple[Tensor | None, Tensor | None]:
         """Input scale and zero point; None where they are found at run time, or 0."""
-        return getattr(self, "input_scale", None), getattr(self, "input_zero_point", None)
+        buffers = self._buffers  # a module takes microseconds to say that it lacks an attribute
+        return buffers.get("input_scale"), buffers.get("input_zero_point")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]; x gets a gradient where activations are not quantized."""

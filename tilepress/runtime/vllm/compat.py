@@ -4,6 +4,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 from tilepress.formats import UsageError
+from tilepress.kernels import jit
 
 OLDEST, NEWEST = (
     (0, 24),
@@ -31,3 +32,8 @@ def check_version(found: str) -> None:
             f"tilepress serves artifacts in vLLM {first} to {last}, this is {found}",
             f"pip install 'vllm>={first},<={last}.99', or upgrade tilepress",
         )
+
+
+def wait_before_successors() -> None:
+    """Make products wait before they let the next kernel start: with TORCHINDUCTOR_ENABLE_PDL=1 that is one of torch.compile's."""
+    jit.successors_wait = False

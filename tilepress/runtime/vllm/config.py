@@ -13,7 +13,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import FORMAT_VERSION
 from tilepress.formats.kv_calibration import CONFIG_KEY
 from tilepress.kernels.arch import OLDEST
-from tilepress.runtime.vllm.compat import check_version, installed
+from tilepress.runtime.vllm.compat import check_version, installed, wait_before_successors
 from tilepress.runtime.vllm.linear import TilepressLinearMethod, refuse_packed
 
 METHOD = "tilepress"
@@ -50,6 +50,7 @@ class TilepressConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
+            wait_before_successors()  # here, because every worker comes by
             return TilepressLinearMethod(prefix)
         if hasattr(layer, "moe_config"):
             why = "experts are packed, which the plug-in does not serve"
