@@ -77,6 +77,15 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Of all linear weights the share, at most, that stays in 16 bits because INT8 costs these layers most.  "
+            "[default with text and scales per token: 5%; 0 for none]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,
@@ -112,7 +121,7 @@ def quantize(
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
     share, text = None if dynamic is None else parse_share(dynamic), None
     settings = weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding, share
-    recipe = tilepress.Quantize(*settings)
+    recipe = tilepress.Quantize(*settings, keep=None if keep is None else parse_share(keep))
     if recipe.needs_text or dataset is not None:
         text = reading(dataset, nsamples, seqlen, seed, bos)
     elif nsamples is not None or seqlen is not None or bos != "auto":
@@ -151,6 +160,15 @@ def _layers_text(facts: dict) -> str:
         return "\n".join(lines)
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
     lines += _statistics_text(calibration["inputs"])
+    if "expected_kl" in calibration:
+        lines.append(
+            f"  expected   a KL divergence of about {calibration['expected_kl']:.2g} from the model as it was, to a factor of 4: "
+            "eval perplexity --base measures it"
+        )
+    if kept := [name for item in calibration["inputs"] if item.get("kept") for name in item["weights"]]:
+        lines.append(
+            f"  16 bits    {len(kept)} weights, which INT8 costs most: {', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}"
+        )
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
     done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")

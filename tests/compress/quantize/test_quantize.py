@@ -1,5 +1,6 @@
 """`compress quantize`: what it costs in perplexity, what the artifact declares, resuming, bad input."""
 
+import dataclasses
 import json
 import math
 import os
@@ -123,9 +124,11 @@ def test_every_family_and_its_manifest(checkpoint_of, tmp_path, family, scheme):
     assert [f for c in checks for f in c.findings] == []
     targets, _ = find_targets(Checkpoint(source))
     records = {r["name"]: r for r in manifest["tensors"]}
-    assert {n for n, r in records.items() if r["layout"] == "int8"} == {t.name for t in targets}
+    quantized = {n for n, r in records.items() if r["layout"] == "int8" or r.get("kept")}
+    assert quantized == {t.name for t in targets}
     layers = manifest["report"]["layers"]
-    assert {x["name"] for x in layers} == {t.name for t in targets} and len(manifest["report"]["worst"]) == 5
+    kept = {n for n, r in records.items() if r.get("kept")}
+    assert {x["name"] for x in layers} | kept == {t.name for t in targets} and len(manifest["report"]["worst"]) == 5
     assert all(30 < x["snr_db"] < 70 for x in layers)
     if "text" in settings:
         inputs = manifest["calibration"]["inputs"]
@@ -511,15 +514,72 @@ def test_a_layer_that_does_not_run_or_sees_nothing_is_named(checkpoint_of, tmp_p
         quantize(source, tmp_path / "unseen", **STATIC)
 
 
-def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
-    """One channel of one layer's inputs is huge, as a sink's is: no static range serves it and the others."""
-    source = checkpoint_of("llama", torch.float32, shard_size="10MB")
+def with_a_huge_channel(source, folder):
+    """Return a copy of a checkpoint that computes the same; one channel of the last layer's `down_proj` is huge, as a sink's is."""
     (shard,) = source.glob("*.safetensors")
     tensors = load_file(shard)
     tensors["model.layers.1.mlp.up_proj.weight"][7] *= 3000
     tensors["model.layers.1.mlp.down_proj.weight"][:, 7] /= 3000
-    folder = shutil.copytree(source, tmp_path / "source", copy_function=shutil.copyfile)
+    shutil.copytree(source, folder, copy_function=shutil.copyfile)
     save_file(tensors, folder / shard.name, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{"smooth": "off"}, {"rounding": "gptq"}, {"activations": "tensor"}])
+def test_what_int8_costs_most_stays_in_16_bits(checkpoint_of, tmp_path, settings):
+    """Nothing that moves the channel back is on; a kept layer has the source's values, or those that a fold makes of them."""
+    folder = with_a_huge_channel(checkpoint_of("llama", torch.float32, shard_size="10MB"), tmp_path / "source")
+    name = "model.layers.1.mlp.down_proj"
+    settings = STATIC | {"activations": "token"} | settings
+    manifest = quantize(folder, tmp_path / "out", **settings, keep=0.2)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", name]
+    assert [item["weights"] for item in manifest["calibration"]["inputs"] if item.get("kept")] == [[f"{name}.weight"]]
+    assert manifest["settings"]["keep"] == 0.2 and name not in str(manifest["report"]["layers"])
+    assert all(check.passed for check in verify(tmp_path / "out", folder).checks)
+    stored = {key: value for path in (tmp_path / "out").glob("*.safetensors") for key, value in load_file(path).items()}
+    assert stored[f"{name}.weight"].dtype == torch.float32 and f"{name}.weight_scale" not in stored
+    quantize(folder, tmp_path / "all", **settings)
+    ids, found = torch.arange(40)[None], {}
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        for out in ("out", "all"):
+            logits = tilepress.load(tmp_path / out, dtype=torch.float32)(ids).logits
+            found[out] = float((logits - exact).norm() / exact.norm())
+    assert found["out"] < 0.7 * found["all"]
+
+
+def test_a_budget_too_small_for_any_layer_keeps_none(checkpoint_of, tmp_path):
+    folder = with_a_huge_channel(checkpoint_of("llama", torch.float32, shard_size="10MB"), tmp_path / "source")
+    manifest = quantize(folder, tmp_path / "out", text=TEXT, smooth="off", keep=0.01)
+    assert not any(item.get("kept") for item in manifest["calibration"]["inputs"])
+    assert all("noise" in item and "elements" not in item for item in manifest["calibration"]["inputs"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "tensor", "smooth": "off", "rounding": "gptq"}])
+def test_the_expected_cost_is_about_what_the_logits_diverge_by(checkpoint_of, tmp_path, settings):
+    source = checkpoint_of("llama", torch.float32)
+    found = quantize(source, tmp_path / "out", text=TEXT, **settings)["calibration"]
+    ids = torch.tensor(dataclasses.replace(TEXT, seed=1).windows(AutoTokenizer.from_pretrained(source)))
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits.log_softmax(-1)
+        other = tilepress.load(tmp_path / "out", dtype=torch.float32)(ids).logits.log_softmax(-1)
+    measured = float((exact.exp() * (exact - other)).sum(-1).mean())
+    assert measured / 4 < found["expected_kl"] < 4 * measured
+    assert "sensitivity" not in found
+
+
+def test_static_inputs_have_no_expected_cost(checkpoint_of, tmp_path):
+    """What a static range clips is rare and large: noise of a mean says little of it."""
+    assert (
+        "expected_kl"
+        not in quantize(checkpoint_of("llama"), tmp_path / "out", **STATIC | {"smooth": "auto"})["calibration"]
+    )
+
+
+def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
+    """One channel of one layer's inputs is huge, as a sink's is: no static range serves it and the others."""
+    folder = with_a_huge_channel(checkpoint_of("llama", torch.float32, shard_size="10MB"), tmp_path / "source")
     # Smoothing would move the channel back, so it is off.
     manifest = quantize(folder, tmp_path / "out", **STATIC | {"dynamic": 0.1})
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -552,6 +612,8 @@ def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
         ({"dynamic": 0.1}, "excepts layers from static ranges"),
         ({"dynamic": 1.5, "activations": "tensor"}, "no share of the layers"),
         ({"rounding": "down"}, "--rounding down is unknown"),
+        ({"keep": 1.0}, "no share of the weights"),
+        ({"keep": 0.05, "activations": "none"}, "quantizes no inputs"),
         ({"rounding": "gptq", "activations": "none"}, "as they are pruned"),
         ({"observer": Observer("mse")}, "finds its scales at run time"),
         ({"observer": Observer("mse"), "activations": "none"}, "has none"),

@@ -80,7 +80,8 @@ def test_learned_factors_lower_the_error_of_outputs(repeat):
         exact = x.double() @ weight.double().t()
         return float(((found - exact).norm(dim=1) / exact.norm(dim=1)).square().mean())
 
-    learned = learned_factors(x, weight, group, typical, scheme, 1.0)
+    token = x.square().sum(-1).clamp(min=typical).reciprocal()
+    learned = learned_factors(x, weight, group, token, scheme, 1.0)
     assert learned.shape == (64 // repeat[0],) and bool((learned > 0).all())
     reach, columns = group.shared(x.abs().amax(0)), group.shared(weight.abs().amax(0))
     best = min(error(smooth_factors(reach, columns, alpha / 10)) for alpha in range(11))
@@ -96,7 +97,8 @@ def test_a_sinks_values_are_told_and_do_not_rule_the_weights_of_tokens():
     )
     x[0] *= 1e4
     item.start()
-    item.see(x[None], counting=True)
+    item.see(x[None])
+    item.end_window(x.square().sum(-1), counting=True)
     item.fold({"a": linear}, {})
     record = item.record({"a": "a.weight"})
     assert record["reach"] == float(x.abs().max())
@@ -119,9 +121,9 @@ def test_windows_that_wait_are_looked_at_as_they_were():
         item.start()
         for window in windows:
             shown = window.clone()[None]
-            item.see(shown, counting=True, together=together)
-            if together > 1:
-                shown.zero_()
+            item.see(shown)
+            shown.zero_()
+            item.end_window(window.square().sum(-1), counting=True, together=together)
         item.look(counting=True)
         found.append(item)
     assert (
@@ -155,5 +157,5 @@ def test_rounding_takes_few_launches():
 def test_factors_of_inputs_without_values_stay_finite():
     group = Group(("down",), "up")
     for x, weight in ((torch.zeros(8, 4), torch.ones(3, 4)), (torch.ones(8, 4), torch.zeros(3, 4))):
-        found = learned_factors(x, weight, group, torch.tensor(1e-30), int8.Int8Scheme("tensor", "tensor"), 0.3)
+        found = learned_factors(x, weight, group, torch.ones(8), int8.Int8Scheme("tensor", "tensor"), 0.3)
         assert bool(torch.isfinite(found).all()) and bool((found > 0).all())

@@ -27,6 +27,7 @@ class Group:
     producer: str | None  # a norm or a linear layer, or None if a factor cannot be folded into anything
     reason: str = ""  # why there is no producer
     repeat: tuple[int, int] = (1, 1)  # (heads that share a value head, their size): input -> producer's output channel
+    normed: bool = False  # a norm makes the input, so its tokens are of one size
 
     def shared(self, per_input: Tensor) -> Tensor:
         """Reduce a quantity [in] of the input channels to the producer's output channels: the largest of those that share one."""
@@ -91,7 +92,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _candidate(modules: dict, linears: tuple[str, ...], norm: str | None, targets: set[str], head_dim: int) -> Group:
     if norm is not None:
-        return Group(linears, norm)
+        return Group(linears, norm, normed=True)
     stem, _, name = linears[0].rpartition(".")
     producer = next((f"{stem}.{p}" for n, p in FOLDS if n == name and f"{stem}.{p}" in modules), None)
     if producer is None:
@@ -144,7 +145,12 @@ def _tried(group: Group, layer: nn.Module, modules: dict[str, nn.Module], run) -
     allowed = 1e-5 * added + 4 * (before - again).abs().amax(-1, keepdim=True)
     if bool(((after - before).abs() <= allowed).all()):
         return group
-    return Group(group.linears, None, f"{_last(group.producer)} before it is also used elsewhere or not only scaled")
+    return Group(
+        group.linears,
+        None,
+        f"{_last(group.producer)} before it is also used elsewhere or not only scaled",
+        normed=group.normed,
+    )
 
 
 @torch.no_grad()

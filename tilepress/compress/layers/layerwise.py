@@ -122,6 +122,32 @@ class LayerByLayer:
         """Return the whole model with its weights, which it keeps."""
         for layer in self.layers:
             self._load(layer, self.model.get_submodule(layer))
+        self._load_head()
+        return self.model
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return the logits [1, tokens, vocabulary] for what the last layer gave [1, tokens, hidden]; None for a model without a head."""
+        head, modules = self.model.get_output_embeddings(), [self.model.get_submodule(path) for path in self.layers]
+        if head is None:
+            return None
+        loaded = head.weight.device.type != "meta"
+        hidden = hidden.to(self.device, self.dtype)
+        try:
+            self._load_head()
+            for module in modules:
+                module.forward = lambda *args, **kwargs: hidden
+            with torch.no_grad(), foreign_errors("what comes after the layers does not run", _WITHOUT):
+                ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+                return self.model(ids, use_cache=False).logits
+        finally:
+            for module in modules:
+                module.__dict__.pop("forward", None)
+            if not loaded:
+                for name, parameter in head._parameters.items():
+                    if parameter is not None:
+                        head._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    def _load_head(self) -> None:
         tied = getattr(self.model, "all_tied_weights_keys", {})
         head = self.model.get_output_embeddings()
         path = next((path for path, module in self.model.named_modules() if module is head), None)
@@ -130,7 +156,6 @@ class LayerByLayer:
         for name, same in tied.items():
             owner, _, kind = name.rpartition(".")
             self.model.get_submodule(owner)._parameters[kind] = self.model.get_parameter(same)
-        return self.model
 
     def _separate_experts(self, targets: set[str]) -> None:
         """Make modules of experts that are stored one by one, targets or not: the model merges them, the checkpoint has them apart."""

@@ -4,6 +4,8 @@ Linear layers that read one tensor share its statistics, factors, range and seco
 windows of text and asks for the decisions in order: factors, fold, range, codes of the weights, errors.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,6 @@ from tilepress.compress.quantize.smoothing import (
     output_error,
     quantized_weight,
     smooth_factors,
-    token_weights,
 )
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
@@ -30,7 +31,8 @@ from tilepress.models.families import norm_offset
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
-LEARNING_ROWS = 4096  # of each input, for learned factors
+# Of each input, for learned factors: a channel that is rarely large needs many. On a card they cost no more launches.
+LEARNING_ROWS = {"cpu": 4096, "cuda": 16384}
 _GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 
 
@@ -44,15 +46,17 @@ class Settings:
     rounding: str  # nearest | gptq
     dynamic: float  # of a static scheme the share of linear layers, at most, whose inputs are quantized per token
     dtype: torch.dtype | None  # the recipe's
+    keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
+    device: str = "cpu"  # cpu | cuda
 
     @property
     def sampled_rows(self) -> int:
-        return LEARNING_ROWS if self.smooth == "learn" else SAMPLED_ROWS
+        return LEARNING_ROWS.get(self.device, LEARNING_ROWS["cpu"]) if self.smooth == "learn" else SAMPLED_ROWS
 
     @property
     def weighs_tokens(self) -> bool:
         """Whether weights are computed from those of the checkpoint, by what single tokens say."""
-        return self.smooth == "learn" or self.rounding == "gptq" or bool(self.dynamic)
+        return self.smooth == "learn" or self.rounding == "gptq" or bool(self.dynamic or self.keep)
 
     @property
     def observes_twice(self) -> bool:
@@ -80,40 +84,68 @@ class Input:
         self.massive: float | None = None  # how many times that is the root mean square of a typical token's values
         self.moments: Moments | None = None
         self.folded: list[Tensor] | None = None  # the weights, where they are not read off the module
+        self.row_divisors: list[Tensor | None] = []  # factors that are folded into the rows of each weight
         self.codes: list[tuple[Tensor, Tensor]] | None = None  # of each weight, with their scale
-        self.gain: float | None = (
-            None  # by how much a scale per token in place of the static range lowers the outputs' error
+        self.noise: float | None = (
+            None  # that quantizing these linear layers alone adds to the residual stream, squared and relative
         )
+        self.noise_per_token: float | None = None  # the same with a scale per token in place of the static range
         self.errors_per_token: list[float] | None = None
-        self._waiting: list[Tensor] = []  # rows of windows that were not looked at yet
+        self._seen: list[Tensor] = []  # rows of the window that runs
+        self._waiting: list[
+            tuple[Tensor, Tensor | None]
+        ] = []  # rows of windows that were not looked at yet, and their tokens' energy
+        self._scale: Tensor | None = None  # a usual token's energy
 
     def start(self) -> None:
         """Begin with new statistics."""
         self.stats = InputStats(self.settings.sampled_rows, seed=self.number)
         self.typical = self.moments = None
 
-    def see(self, x: Tensor, counting: bool, together: int = 1) -> None:
-        """Take x [..., channels] of a window, to look at it with others that have `together` elements; `counting` fills the histogram."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        self._waiting.append(rows if rows.numel() >= together else rows.clone())  # the layer may go on in place
-        if sum(waiting.numel() for waiting in self._waiting) >= together:
+    def see(self, x: Tensor) -> None:
+        """Take x [..., channels] of a window that runs."""
+        self._seen.append(x.detach().reshape(-1, x.shape[-1]).clone())  # the layer may go on in place
+
+    def end_window(self, energy: Tensor, counting: bool, together: int = 1) -> None:
+        """Take the window's `energy` [tokens], each token's squared norm in the residual stream; look at the windows that wait once they
+        have `together` elements. `counting` fills the histogram."""
+        seen, self._seen = [rows for rows in self._seen if len(rows)], []
+        whole = len(seen) == 1 and len(seen[0]) == len(energy) and ".experts." not in self.group.linears[0]
+        whole = whole and not self.group.normed
+        self._waiting += [(rows, energy if whole else None) for rows in seen]
+        if sum(rows.numel() for rows, _ in self._waiting) >= together:
             self.look(counting)
 
     def look(self, counting: bool) -> None:
         """Look at the windows that wait."""
-        waiting, self._waiting = [rows for rows in self._waiting if len(rows)], []
+        waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        rows, name = waiting[0] if len(waiting) == 1 else torch.cat(waiting), self.group.linears[0]
-        self.stats.add(rows, name, counting, [len(part) for part in waiting])
-        if not self.settings.weighs_tokens:
-            return
-        if self.typical is None:
-            self.typical = waiting[0].float().square().sum(-1).median().clamp(min=1e-30)
+        parts, name = [rows for rows, _ in waiting], self.group.linears[0]
+        rows, weights = parts[0] if len(parts) == 1 else torch.cat(parts), None
+        if self.settings.weighs_tokens:
+            if self.typical is None:
+                self.typical = parts[0].float().square().sum(-1).median().clamp(min=1e-30)
+            weights = torch.cat([self._weights(*window) for window in waiting])
+        self.stats.add(rows, name, counting, [len(part) for part in parts], weights)
         if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
             self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
-            weights = token_weights(rows.float(), self.typical) * self.typical
-            self.moments.add((rows * weights.sqrt()[:, None]).to(rows.dtype), name)
+            # Moments know no other scale than their mean, so the largest weights may be about 1.
+            root = (weights * self._scale).sqrt()[:, None]
+            self.moments.add((rows * root).to(rows.dtype), name)
+
+    def _weights(self, rows: Tensor, energy: Tensor | None) -> Tensor:
+        """Return how much each token counts [n]: the reciprocal of its squared norm in the residual stream, which its error is added to.
+
+        An attention sink's input can be a million times a usual one: without weights it would be all that counts. What a norm makes is of
+        one size and goes into gates and attention, not straight to the stream, so its own norm serves. It has to for experts, too, which see
+        some of the tokens in an order of their own."""
+        if energy is None:
+            energy = rows.float().square().sum(-1).clamp(min=self.typical)
+        weights = energy.clamp(min=1e-30).reciprocal()
+        if self._scale is None:
+            self._scale = weights.median().reciprocal()
+        return weights
 
     def weights(self, modules: dict) -> list[Tensor]:
         """Return each linear layer's weight, [out, in] float32."""
@@ -152,7 +184,7 @@ class Input:
     def _learn_factors(self, weights: list[Tensor], modules: dict) -> None:
         """Take learned factors if they lower the error of the outputs, token by token."""
         rows, share = self.stats.rows, _GPTQ_SHARE if self.settings.rounding == "gptq" else 1.0
-        learned = learned_factors(rows, torch.cat(weights), self.group, self.typical, self.scheme, share)
+        learned = learned_factors(rows, torch.cat(weights), self.group, self.stats.beside, self.scheme, share)
         learned, exact = self._exact(learned, modules), [rows @ weight.t() for weight in weights]
         if self._error(learned, weights, exact) < self._error(torch.ones_like(learned), weights, exact):
             self.factors = learned
@@ -170,9 +202,10 @@ class Input:
             self.massive = self.reach / float(self.typical / len(self.stats.high)) ** 0.5
         columns = 1.0 if self.factors is None else self.group.spread(self.factors)
         self.folded = [weight * columns for weight in self.weights(modules)]
-        for path, weight in zip(self.group.linears, self.folded, strict=True):
-            if path in divisors:
-                weight.div_(divisors[path][:, None])
+        self.row_divisors = [divisors.get(path) for path in self.group.linears]
+        for weight, divisor in zip(self.folded, self.row_divisors, strict=True):
+            if divisor is not None:
+                weight.div_(divisor[:, None])
         if self.factors is not None:
             self.stats.divide(columns)
             if self.moments is not None:
@@ -211,7 +244,7 @@ class Input:
             chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
             scale, zero_point = self._static(chosen)
         rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
-        token = token_weights(self.stats.rows, self.typical)[:, None] if self.settings.weighs_tokens else 1.0
+        token = self.stats.beside[:, None] if self.settings.weighs_tokens else 1.0
         totals = []
         for weight, expected in zip(weights, exact, strict=True):
             back = quantized_weight(weight * columns, self.scheme, self.dtype)
@@ -253,22 +286,44 @@ class Input:
             return
         weights = self.weights(modules) if self.folded is None else self.folded
         rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        if self.codes is None:
-            quantized = [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
-        else:
-            quantized = [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
+        quantized = self._quantized(weights)
         self.errors = output_error(self.stats.rows, weights, rows, quantized)
         if self.settings.dynamic and self.scheme.static:
             per_token = int8.fake_quantize_input(self.stats.rows, int8.Int8Scheme(), None, None)
             self.errors_per_token = output_error(self.stats.rows, weights, per_token, quantized)
-            static, dynamic = (self._noise(found, weights) for found in (rows, per_token))
-            self.gain = static - dynamic
 
-    def _noise(self, rows: Tensor, weights: list[Tensor]) -> float:
-        """Return the error of the outputs that quantized rows make, squared and relative, with tokens weighted."""
-        token = token_weights(self.stats.rows, self.typical)[:, None]
-        off = sum(float((((rows - self.stats.rows) @ w.t()).square() * token).sum()) for w in weights)
-        return off / max(sum(float(((self.stats.rows @ w.t()).square() * token).sum()) for w in weights), 1e-30)
+    def _quantized(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return the weights as they come back from INT8 [out, in] float32."""
+        if self.codes is None:
+            return [quantized_weight(weight, self.scheme, self.dtype) for weight in weights]
+        return [int8.dequantize(codes, scale.float()) for codes, scale in self.codes]
+
+    @contextlib.contextmanager
+    def quantized(self, modules: dict, scheme: int8.Int8Scheme) -> Iterator[None]:
+        """Quantize these linear layers and their input for as long as the context lasts; a layer whose factors were not applied takes what
+        it always took and gives what it always gave."""
+        applied = self.settings.observes_twice
+        columns = 1.0 if applied or self.factors is None else self.group.spread(self.factors)
+
+        def quantize(_, args: tuple) -> tuple:
+            x = args[0].float() / columns
+            return int8.fake_quantize_input(x, scheme, self.scale, self.zero_point).to(args[0].dtype), *args[1:]
+
+        before, handles = [modules[path].weight.data for path in self.group.linears], []
+        try:
+            parts = zip(self.group.linears, self._quantized(self.folded), self.row_divisors, strict=True)
+            for path, weight, divisor in parts:
+                module = modules[path]
+                weight = weight if applied or divisor is None else weight * divisor[:, None]
+                weight = weight.t().contiguous() if linear_shape(module)[2] else weight
+                module.weight.data = weight.to(module.weight.dtype)
+                handles.append(module.register_forward_pre_hook(quantize))
+            yield
+        finally:
+            for path, weight in zip(self.group.linears, before, strict=True):
+                modules[path].weight.data = weight
+            for handle in handles:
+                handle.remove()
 
     def record(self, names: dict[str, str]) -> dict:
         """Return what the manifest keeps."""
@@ -287,9 +342,11 @@ class Input:
                 found["left_alone"] = self.left_alone
         if self.massive is not None:
             found |= {"reach": self.reach, "massive": round(self.massive, 1)}
-        if self.gain is not None:
-            found |= {"gain": self.gain}
+        if self.noise_per_token is not None:
+            found["noise_per_token"] = self.noise_per_token
             found["per_token_error"] = dict(zip(found["weights"], self.errors_per_token, strict=True))
+        if self.noise is not None:
+            found |= {"noise": self.noise, "elements": sum(weight.numel() for weight in self.folded)}
         if self.errors is not None:
             found["output_error"] = dict(zip(found["weights"], self.errors, strict=True))
         return found

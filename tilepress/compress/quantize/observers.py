@@ -63,11 +63,20 @@ class InputStats:
     high: Tensor | None = None
     histogram: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
     _rows: list[Tensor] = field(default_factory=list)
+    _beside: list[Tensor] = field(default_factory=list)
     _keys: list[Tensor] = field(default_factory=list)
     _bound: float = math.inf  # the largest key of a full sample
 
-    def add(self, x: Tensor, name: str, counting: bool = True, lengths: Sequence[int] | None = None) -> None:
-        """x [..., channels], which may be several tensors of `lengths` rows, seen as if they came one by one.
+    def add(
+        self,
+        x: Tensor,
+        name: str,
+        counting: bool = True,
+        lengths: Sequence[int] | None = None,
+        beside: Tensor | None = None,
+    ) -> None:
+        """x [..., channels], which may be several tensors of `lengths` rows, seen as if they came one by one; what stands `beside` each row,
+        [rows], is sampled with it.
 
         Raises TilepressError naming the layer if a value is not finite."""
         x = x.detach().reshape(-1, x.shape[-1])
@@ -86,10 +95,10 @@ class InputStats:
             codes = (x.reshape(-1).view(torch.int32) >> _SHIFT) & (_BINS - 1)
             self.histogram = self.histogram.to(x.device)
             self.histogram += torch.bincount(codes, minlength=_BINS)
-        self._sample(x, lengths or [len(x)])
+        self._sample(x, lengths or [len(x)], x.new_zeros(len(x)) if beside is None else beside)
         self.tokens += len(x)
 
-    def _sample(self, x: Tensor, lengths: Sequence[int]) -> None:
+    def _sample(self, x: Tensor, lengths: Sequence[int], beside: Tensor) -> None:
         """A uniform sample of all rows, the same for the same order of tensors: the rows with the smallest of random keys stay."""
         keys = torch.cat(
             [
@@ -100,15 +109,18 @@ class InputStats:
         chosen = (keys < self._bound).nonzero().squeeze(1)  # others would not stay
         if len(chosen) > self.max_rows:
             chosen = chosen[keys[chosen].argsort()[: self.max_rows]].sort().values
-        self._rows.append(x[chosen.to(x.device)])
+        where = chosen.to(x.device)
+        self._rows.append(x[where])
+        self._beside.append(beside[where])
         self._keys.append(keys[chosen])
         if sum(map(len, self._rows)) > 2 * self.max_rows:
             self._trim()
 
     def _trim(self) -> None:
-        rows, keys = torch.cat(self._rows), torch.cat(self._keys)
+        rows, beside, keys = torch.cat(self._rows), torch.cat(self._beside), torch.cat(self._keys)
         chosen = keys.argsort()[: self.max_rows].sort().values
-        self._rows, self._keys = [rows[chosen.to(rows.device)]], [keys[chosen]]
+        where = chosen.to(rows.device)
+        self._rows, self._beside, self._keys = [rows[where]], [beside[where]], [keys[chosen]]
         if len(chosen) == self.max_rows:
             self._bound = float(keys[chosen].max())
 
@@ -122,6 +134,12 @@ class InputStats:
         """The sampled rows [at most max_rows, channels] float32."""
         self._trim()
         return self._rows[0]
+
+    @property
+    def beside(self) -> Tensor:
+        """What stood beside each of the sampled rows [at most max_rows] float32."""
+        self._trim()
+        return self._beside[0]
 
 
 def occupied(histogram: Tensor) -> tuple[Tensor, Tensor]:

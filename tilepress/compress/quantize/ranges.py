@@ -20,6 +20,12 @@ from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
 
+_PROBED = 2048  # tokens, about, that a layer runs again for each of its inputs to see what quantizing costs
+_SENSED, _SENSED_NOISE = (
+    256,
+    1e-3,
+)  # tokens whose logits are looked at, and noise there: small, but above what 16 bits round
+_OUTSTANDING = 2.0  # times the usual cost of a weight's element: from there it may stay in 16 bits
 _TOGETHER = {
     "cuda": 1 << 27
 }  # elements of a layer's inputs that wait, to be looked at in few launches; on a CPU that saves nothing
@@ -42,6 +48,11 @@ class Calibration(Found):
         return 0.0 if found is None else float(found)
 
     @cached_property
+    def kept(self) -> frozenset[str]:
+        """The weights that stay in 16 bits."""
+        return frozenset(name for item in self.facts["inputs"] if item.get("kept") for name in item["weights"])
+
+    @cached_property
     def dynamic(self) -> frozenset[str]:
         """The weights of a static scheme whose inputs are quantized per token."""
         return frozenset(name for item in self.facts["inputs"] if item.get("per_token") for name in item["weights"])
@@ -49,6 +60,8 @@ class Calibration(Found):
     def beside(self, name: str) -> dict[str, Tensor]:
         """Return scale and zero point of a weight's input and, rounded by GPTQ, codes and scale of the weight itself, by the names under
         which they are stored."""
+        if name in self.kept:
+            return {}
         weight_scale, scale, zero_point = int8.part_names(name)
         kinds = {name: "codes", weight_scale: "weight_scale"}
         if name not in self.dynamic:
@@ -79,24 +92,51 @@ class _Ranges(Visitor):
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        return _calibrate_layer(layer, self.settings, self.dtype)
+        facts, tensors = _calibrate_layer(layer, self.settings, self.dtype)
+        if self.settings.weighs_tokens and not self.settings.scheme.static and layer.path == layer.model.layers[-1]:
+            facts["sensitivity"] = _sensitivity(layer)
+        return facts, tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        _keep_worst(facts["inputs"], self.settings.keep)
         if self.settings.dynamic:
             _except_worst(facts["inputs"], self.settings.dynamic)
+        sensitivity, noises = facts.pop("sensitivity", []), [item.get("noise") for item in facts["inputs"]]
+        if sensitivity and None not in noises:
+            left = sum(item["noise"] for item in facts["inputs"] if not item.get("kept"))
+            facts["expected_kl"] = sensitivity[0] * left
         return facts
+
+
+def _keep_worst(inputs: list[dict], share: float) -> None:
+    """Keep the linear layers in 16 bits whose quantization costs the residual stream most for each of their elements, as many as a share of
+    all elements allows and as stand out. What few layers cost is not paid for with many bytes. Experts stay INT8: runtimes take them as one."""
+    sizes = [item.pop("elements", 0) for item in inputs]
+    if not (measured := [(item, size) for item, size in zip(inputs, sizes, strict=True) if "noise" in item]):
+        return
+    usual = sum(item["noise"] for item, _ in measured) / sum(size for _, size in measured)
+    left = share * sum(sizes)
+    for item, size in sorted(measured, key=lambda pair: -pair[0]["noise"] / pair[1]):
+        if item["noise"] >= _OUTSTANDING * usual * size and size <= left:
+            left -= size
+            for key in ("range", "scale", "zero_point", "clip_share", "output_error"):
+                item.pop(key, None)
+            item["kept"] = True
 
 
 def _except_worst(inputs: list[dict], share: float) -> None:
     """Give the inputs that static ranges serve worst a scale per token, as many as a share of all linear layers allows.
 
-    Those come first whose outputs' relative error falls most for each linear layer that reads them. Experts stay: runtimes take those of
-    a layer as one."""
+    Those come first that add least to the residual stream then, for each linear layer that reads them. Experts stay: runtimes take those
+    of a layer as one."""
     left = int(share * sum(len(item["weights"]) for item in inputs))
-    for item in sorted(inputs, key=lambda item: -item.get("gain", 0.0) / len(item["weights"])):
-        per_token, gain = item.pop("per_token_error", None), item.pop("gain", 0.0)
-        if gain > 0 and len(item["weights"]) <= left and ".experts." not in item["weights"][0]:
+    gains = [item.get("noise", 0.0) - item.get("noise_per_token", item.get("noise", 0.0)) for item in inputs]
+    order = sorted(range(len(inputs)), key=lambda i: -gains[i] / len(inputs[i]["weights"]))
+    for item, gain in ((inputs[i], gains[i]) for i in order):
+        per_token, noise = item.pop("per_token_error", None), item.pop("noise_per_token", None)
+        if gain > 0 and len(item["weights"]) <= left and not item.get("kept"):
             left -= len(item["weights"])
+            item["noise"] = noise
             for key in ("range", "scale", "zero_point", "clip_share"):
                 item.pop(key)
             item |= {"per_token": True, "output_error": per_token}
@@ -110,6 +150,7 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
         inputs = [Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
         # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
         outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
+        probed = _probed(layer.hidden) if settings.weighs_tokens else []
         for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
             outputs[i] = output
         for item in inputs:
@@ -129,9 +170,52 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
             item.choose_range(inputs)
             item.round_weights()
             item.measure(modules)
+        _measure_noise(layer, modules, inputs, probed)
     warnings = [warning for item in inputs for warning in item.warnings(names)]
     tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
     return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
+
+
+def _probed(windows: list[Tensor]) -> list[Tensor]:
+    """Return the first windows, of as many tokens as a look at what quantizing costs takes."""
+    found: list[Tensor] = []
+    for window in windows:
+        if sum(h.shape[1] for h in found) < _PROBED:
+            found.append(window)
+    return found
+
+
+def _measure_noise(layer: Layer, modules: dict[str, nn.Module], inputs: list[Input], probed: list[Tensor]) -> None:
+    """Run the layer with one input's linear layers quantized, and no others: what that adds to its output, squared, relative to each token's
+    residual stream. That is one measure for all, whatever the scale of a layer's inner values. Experts are left out."""
+    exact = [layer.model.run(layer.path, h) for h in probed]
+    energies = [_energy(h.to(out.device), out) for h, out in zip(probed, exact, strict=True)]
+    for item in inputs if probed else ():
+        if ".experts." in item.group.linears[0] or not item.stats.tokens:
+            continue
+
+        def noise(scheme: int8.Int8Scheme, item: Input = item) -> float:
+            with item.quantized(modules, scheme):
+                off = [layer.model.run(layer.path, h).float() - out for h, out in zip(probed, exact, strict=True)]
+            squares = torch.cat([d.square().sum(-1).reshape(-1) for d in off])
+            return float((squares / torch.cat(energies).clamp(min=1e-30)).mean())
+
+        item.noise = noise(item.scheme)
+        if item.settings.dynamic and item.scheme.static:
+            item.noise_per_token = noise(int8.Int8Scheme(item.scheme.weights))
+
+
+def _sensitivity(layer: Layer) -> list[float]:
+    """Return the divergence of the logits, in nats, for each unit of noise, squared and relative, in what the last layer gives; none for a
+    model without a head. Noise of one direction as likely as any other stands for what rounding leaves."""
+    hidden = layer.hidden[0][:, :_SENSED].to(layer.model.device)
+    exact = layer.model.logits(hidden)
+    if exact is None:
+        return []
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden.device)
+    noise *= hidden.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True) * _SENSED_NOISE**0.5
+    exact, other = (logits.float().log_softmax(-1) for logits in (exact, layer.model.logits(hidden.float() + noise)))
+    return [float((exact.exp() * (exact - other)).sum(-1).mean()) / _SENSED_NOISE]
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:
@@ -140,7 +224,18 @@ def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"],
     for item in inputs:
         item.start()
     together = _TOGETHER.get(layer.model.device.type, 1) // max(len(inputs), 1)
-    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x, counting, together)):
-        yield from layer.outputs()
+    with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x)):
+        for h, output in zip(layer.hidden, layer.outputs(), strict=True):
+            energy = _energy(h, output).to(layer.model.device)
+            for item in inputs:
+                item.end_window(energy, counting, together)
+            yield output
     for item in inputs:
         item.look(counting)
+
+
+def _energy(before: Tensor, after: Tensor) -> Tensor:
+    """Return each token's squared norm in the residual stream [tokens]: the larger of those before and after the layer, one of which may make
+    a massive activation."""
+    before, after = (h.detach().float().square().sum(-1).reshape(-1) for h in (before, after))
+    return torch.maximum(before, after)

@@ -31,6 +31,7 @@ from tilepress.text import RANDOM, Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
 EXCEPTIONS = 0.1  # of all linear layers at most have inputs per token in a static scheme, unless told otherwise
+KEPT = 0.05  # of all linear weights at most stay in 16 bits where there is text, unless told otherwise
 CHOICES = (*ACTIVATIONS[:2], "channel", *ACTIVATIONS[2:])
 
 
@@ -51,6 +52,8 @@ class Quantize(Recipe):
     dynamic: float | None = (
         None  # of static inputs' layers the share, at most, that gets a scale per token; None: as `smooth`
     )
+
+    keep: float | None = None  # of the linear weights the share, at most, that stays in 16 bits; None: as `smooth`
 
     command = "compress quantize"
     takes_random = True
@@ -73,6 +76,13 @@ class Quantize(Recipe):
             )
         if self.dynamic is not None and not 0 <= self.dynamic < 1:
             raise UsageError(f"--dynamic {self.dynamic:g} is no share of the layers", "use 0.1, or 10%")
+        if self.keep is not None and not 0 <= self.keep < 1:
+            raise UsageError(f"--keep {self.keep:g} is no share of the weights", "use 0.05, or 5%")
+        if self.keep and self.activations == "none":
+            raise UsageError(
+                "--keep leaves layers out that INT8 inputs cost most, but --activations none quantizes no inputs",
+                "leave --keep out, or name layers with --ignore",
+            )
         if self.rounding == "gptq" and self.activations == "none":
             raise UsageError(
                 "--rounding gptq, but --activations none stores weights as they are pruned", "leave --rounding out"
@@ -101,7 +111,8 @@ class Quantize(Recipe):
 
     @property
     def needs_text(self) -> bool:
-        return self.activations in (*STATIC, "channel") or self.smooth not in (None, "off") or self.rounding == "gptq"
+        chosen = self.smooth not in (None, "off") or self.rounding == "gptq" or bool(self.keep)
+        return chosen or self.activations in (*STATIC, "channel")
 
     @property
     def refuses_text(self) -> None:
@@ -110,16 +121,19 @@ class Quantize(Recipe):
     def passes(self, text: Text | None) -> int:
         return 1 if text is None else 2
 
-    def chosen(self, text: Text | None) -> tuple[str, str, float]:
-        """Return smoothing, rounding and the share of exceptions; what is left to us is chosen by the inputs' scales and whether there is
+    def chosen(self, text: Text | None) -> tuple[str, str, float, float]:
+        """Return smoothing, rounding, the share of exceptions and that of weights in 16 bits.
+
+        What is left to us is chosen by the inputs' scales and whether there is
         text. Random tokens show which channels are large, but not how they go together: GPTQ loses by them."""
-        smooth, rounding, dynamic = self.smooth, self.rounding, self.dynamic
+        smooth, rounding, dynamic, keep = self.smooth, self.rounding, self.dynamic, self.keep
         if smooth is None:
             recommended = text is not None and self.activations not in ("none", "channel")
             smooth = ("auto" if self.static else "learn") if recommended else "off"
             rounding = rounding or ("gptq" if recommended and text.dataset != RANDOM else "nearest")
             dynamic = EXCEPTIONS if recommended and self.static and dynamic is None else dynamic
-        return smooth, rounding or "nearest", dynamic or 0.0
+            keep = KEPT if smooth == "learn" and keep is None else keep
+        return smooth, rounding or "nearest", dynamic or 0.0, keep or 0.0
 
     @property
     def scheme(self) -> Int8Scheme:
@@ -130,14 +144,21 @@ class Quantize(Recipe):
         if self.activations == "none" and target.weight.stored_as.sparse:
             return layout_for("auto", self.weights)
         packed = self.scheme.format == PACKED_FORMAT and not target.transposed
-        return PackedLayout() if packed else Int8Layout(self.scheme)
+        if packed:
+            return PackedLayout()
+        return Int8Layout(self.scheme, KEPT if self._may_keep and self.keep is None else self.keep or 0.0)
+
+    @property
+    def _may_keep(self) -> bool:
+        """Whether weights stay in 16 bits if there is a text and no other wish."""
+        return self.smooth is None and self.activations == "token"
 
     def settings(self, text: Text | None) -> dict:
         observer = None
         if self.static:
             observer = self._observer.name
             observer += f" {self._observer.percentile:g}" if observer == "percentile" else ""
-        smooth, rounding, dynamic = self.chosen(text)
+        smooth, rounding, dynamic, keep = self.chosen(text)
         return {
             "weights": self.weights,
             "activations": self.activations,
@@ -145,6 +166,7 @@ class Quantize(Recipe):
             "smooth": smooth,
             **({"rounding": rounding} if rounding != "nearest" else {}),
             **({"dynamic": dynamic} if dynamic else {}),
+            **({"keep": keep} if keep else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else text.described())
@@ -199,9 +221,11 @@ class Quantize(Recipe):
             return {"calibration": None}
         if rank and not wait_for_walk(plan.work, progress):
             return None
-        smooth, rounding, dynamic = self.chosen(plan.text)
+        smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
-        settings = Settings(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype)
+        settings = Settings(
+            self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type
+        )
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -217,6 +241,9 @@ class Quantize(Recipe):
                 made.weight = made.weight * columns.to(weight.device)
             if divisors is not None:
                 made.weight = made.weight / divisors.to(weight.device)[:, None]
+        if target.name in found.kept:
+            made.weight = made.weight.to(self.dtype or target.dtype)
+            made.record, made.layout = made.record | {"kept": True}, layout_named("dense")
         made.beside = found.beside(target.name)
         if target.name in made.beside:
             made.record = made.record | {"refitted": True}
@@ -236,7 +263,7 @@ class Quantize(Recipe):
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Writing takes a weight as stored, its codes, and in float32 if it is folded; for calibrating see the terms."""
         checkpoint, text = inputs.checkpoint, inputs.text
-        smooth, rounding, _ = self.chosen(text)
+        smooth, rounding, *_ = self.chosen(text)
         wide = 4 if smooth != "off" or self.activations == "channel" else 0
         writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
         if text is None:
@@ -252,7 +279,7 @@ class Quantize(Recipe):
         copies = 2 if wide else 1  # inputs and outputs of a layer
         widest = max(t.cols for t in targets)
         window = 4 * text.seqlen * widest * 8  # a forward pass and its statistics
-        rows = LEARNING_ROWS if smooth == "learn" else SAMPLED_ROWS
+        rows = LEARNING_ROWS["cpu"] if smooth == "learn" else SAMPLED_ROWS
         inputs = max(sum(3 * 4 * rows * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
         if (
             rounding == "gptq"
@@ -282,7 +309,8 @@ class Quantize(Recipe):
 
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
-        ignore = sorted({"lm_head", *(item.module for item in left_alone if item.module)})
+        kept = (item["name"].removesuffix(".weight") for item in tensors if item.get("kept"))
+        ignore = sorted({"lm_head", *kept, *(item.module for item in left_alone if item.module)})
         paths = {
             item["name"].removesuffix(".weight"): item
             for item in tensors

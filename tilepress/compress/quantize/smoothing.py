@@ -39,24 +39,18 @@ def smooth_factors(inputs: Tensor, weights: Tensor, alpha: float) -> Tensor:
     return torch.where(live, s, torch.ones_like(s)).clamp(1e-4, 1e4).float()
 
 
-def token_weights(rows: Tensor, typical: Tensor) -> Tensor:
-    """Return weights [n] for tokens: the reciprocal of their squared norms, of `typical` for those below it.
-
-    An attention sink's input can be a million times a usual one: without weights it would be all that counts."""
-    return rows.square().sum(-1).clamp(min=typical).reciprocal()
-
-
 def learned_factors(
-    rows: Tensor, weights: Tensor, group: Group, typical: Tensor, scheme: int8.Int8Scheme, weight_share: float
+    rows: Tensor, weights: Tensor, group: Group, token: Tensor, scheme: int8.Int8Scheme, weight_share: float
 ) -> Tensor:
     """Return factors of the producer's channels under which rounding inputs and weights adds least noise to the outputs.
 
-    rows [n, in] and weights [out, in] float32. A token's step follows its largest channel, a row's its largest weight, and the noise of
+    rows [n, in] and weights [out, in] float32; `token` [n] says how much a token counts.
+    A token's step follows its largest channel, a row's its largest weight, and the noise of
     a step is its square over 12 in every channel: of the inputs sum_t w_t max_j(x_tj / s_j)^2 * sum_j s_j^2 |W_j|^2, of the weights
     sum_i max_j(W_ij s_j)^2 * sum_j h_j / s_j^2, with h the inputs' weighted moments. `weight_share` of the latter counts: GPTQ makes up for
     the rest. Adam's steps (Kingma & Ba 2014) on log s from alpha 0.6 on, few and bounded, so that a factor moves by e^2 at most.
     """
-    token = token_weights(rows, typical)[:, None]
+    token = token[:, None]
     moments, energy = (rows.square() * token).mean(0), weights.square().sum(0)
     inputs, columns = rows.abs().mul_((token / len(rows)).sqrt()), weights.abs()
     start = smooth_factors(group.shared(inputs.amax(0)), group.shared(columns.amax(0)), 0.6)

@@ -17,6 +17,7 @@ class Compressed:
     weight: Tensor
     record: dict
     beside: dict[str, Tensor] = field(default_factory=dict)
+    layout: Layout | None = None  # of its own, in place of the recipe's
 
 
 class AutoLayout(Layout):

@@ -199,7 +199,7 @@ def _rewrite(
                     made = recipe.transform(target, weight, state)
                 del weight
                 with stages.of("pack"):
-                    layout, form = recipe.layout(target), target.form(recipe.dtype)
+                    layout, form = made.layout or recipe.layout(target), target.form(recipe.dtype)
                     record = layout.encode(target.name, form, made.weight, made.record, made.beside, put)
                 progress(target.name, target.elements)
             records.append({"name": job.weight.name} | record)
