@@ -81,7 +81,7 @@ class Run:
         return self.plan.recipe.warnings()
 
     def to_json(self) -> dict:
-        """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it."""
+        """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it beside `forecast`."""
         return self.plan.to_json()
 
     def forecast(self, device: str = "auto", workers: int = 1) -> dict | None:
