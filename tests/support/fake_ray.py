@@ -66,4 +66,4 @@ class FakeRay:
         pass
 
     def get_runtime_context(self):
-        return types.SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0})
+        return types.SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1.0}, get_node_id=lambda: "driver")

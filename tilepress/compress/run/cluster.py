@@ -219,13 +219,18 @@ def _machines(token: Path | None) -> list[_Machine]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look, asked = ray.remote(_look), {}
+    look, asked, found = ray.remote(_look), {}, []
+    here = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
-        if node["Alive"] and node["Resources"].get("CPU"):
+        if not (node["Alive"] and node["Resources"].get("CPU")):
+            continue
+        if node["NodeID"] == here:  # no process has to start for it
+            host, _, _, free = _look(token)
+            found.append(_machine(node, host, free))
+        else:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[look.options(num_cpus=0, scheduling_strategy=where, max_retries=0).remote(token)] = node
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S) if asked else ([], [])
-    found = []
     for ref in answered:
         node = asked[ref]
         try:
@@ -243,9 +248,13 @@ def _machines(token: Path | None) -> list[_Machine]:
             )
         if not sees:
             raise TilepressError(f"{host} does not see what this machine writes to {token.parent.parent}", HINT)
-        resources = node["Resources"]
-        found.append(_Machine(node["NodeID"], host, int(resources["CPU"]), int(resources.get("memory", 0)), free))
+        found.append(_machine(node, host, free))
     return found
+
+
+def _machine(node: dict, host: str, free: int) -> _Machine:
+    resources = node["Resources"]
+    return _Machine(node["NodeID"], host, int(resources["CPU"]), int(resources.get("memory", 0)), free)
 
 
 def _check_alive(nodes: set[str]) -> None:
