@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from support.cards import HOPPER
 from torch._inductor import config as inductor
 
 from tilepress.formats import tiled_bitmap, tiled_csl
-from tilepress.kernels import arch, jit
+from tilepress.kernels import jit
 from tilepress.kernels.tiled_bitmap_spmm import tiled_bitmap_spmm
 from tilepress.kernels.tiled_csl_spmm import tiled_csl_spmm
 from tilepress.runtime.vllm import compat
 
-HOPPER = pytest.mark.skipif(
-    torch.cuda.is_available() and not arch.card(torch.device("cuda")).has_wgmma, reason="kernels of Hopper"
-)
 LAYERS, WIDTH = 6, 1024
 
 
