@@ -4,7 +4,6 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from tilepress.bench.kernels import (
     time_us,
 )
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
-from tilepress.kernels import fused_quant, w8a8_gemm, w8a16_gemm
+from tilepress.kernels import fused_quant, jit, w8a8_gemm, w8a16_gemm
 from tilepress.kernels.fused_quant import PER_TOKEN
 from tilepress.kernels.w8a8_gemm import Configuration
 
@@ -238,7 +237,7 @@ def _times(x: tuple[Tensor, Tensor], weights: list[Tensor], scale: Tensor) -> di
     times: dict[Configuration, float] = {}
     for _ in range(2):  # the better of two: clocks vary
         for chosen in candidates(m):
-            launch = partial(_multiply, chosen, x, weights, scale)
+            launch = _launching(chosen, x, weights, scale)
             if chosen not in times and not torch.equal(launch(0), expected):
                 raise TilepressError(f"{chosen}, {n} x {k}, M = {m}: wrong results")
             us = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 5e8, replays=5)[0]
@@ -246,8 +245,14 @@ def _times(x: tuple[Tensor, Tensor], weights: list[Tensor], scale: Tensor) -> di
     return times
 
 
-def _multiply(chosen: Configuration, x: tuple[Tensor, Tensor], weights: list[Tensor], scale: Tensor, i: int) -> Tensor:
-    return w8a8_gemm.multiply(chosen, *x, None, weights[i], scale, None, torch.bfloat16)
+def _launching(
+    chosen: Configuration, x: tuple[Tensor, Tensor], weights: list[Tensor], scale: Tensor
+) -> Callable[[int], Tensor]:
+    """Return what multiplies with weight i."""
+    behind = scale, None, torch.bfloat16
+    out = jit.like((len(x[0]), len(weights[0])), torch.bfloat16, x[0].device)
+    run = w8a8_gemm.multiplying(chosen, out, *x, None, weights[0], *behind)
+    return lambda i: run(*x, None, weights[i], *behind)
 
 
 def write_table(found: dict, file: Path) -> None:

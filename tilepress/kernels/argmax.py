@@ -1,11 +1,14 @@
 """The most probable token of each row of logits."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tilepress.kernels import jit, library
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned, gathering
 
 library.define("argmax(Tensor x) -> Tensor")
 THREADS = 1024
@@ -34,15 +37,18 @@ def why_not(x: Tensor) -> str | None:
     return None if x.numel() else "nothing to look at"
 
 
-def _argmax_cuda(x: Tensor) -> Tensor:
+def _plan(x: Tensor) -> Callable:
     if why_not(x) is not None:
-        return argmax_ref(x)
+        return argmax_ref
     if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+        return gathering(_argmax_cuda, [0])
     vectors = x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
-    _kernel(x.dtype, vectors)(x.device, len(x), x.data_ptr(), x.stride(0), x.shape[1], out.data_ptr())
-    return out
+    args = VARIES, x.stride(0), x.shape[1], VARIES
+    launch = Launch(_kernel(x.dtype, vectors), x.device, len(x), args)
+    return jit.filling(launch, [0, -1], [jit.like((len(x),), torch.int64, x.device)], 1)
+
+
+_argmax_cuda = Planned(_plan)
 
 
 library.impl("argmax", argmax_ref, "CPU")

@@ -7,6 +7,7 @@ shifts all scores of a query alike and cancels in the softmax, the values' scale
 import functools
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, hadamard
 from tilepress.formats.kv_pages import check_pages, read_pages
 from tilepress.kernels import arch, jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration, forms_for, value_form, values_of
+from tilepress.kernels.once import Planned, gathering
 
 _ARGUMENTS = (
     "Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, Tensor? key_fixed, "
@@ -165,6 +168,8 @@ def _counter_of(device: torch.device) -> tuple[int, int] | None:
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     capture = jit.capture_number(stream)
     key = device.index, stream, capture
+    if (known := _counters.get(key)) is not None:
+        return known
     with _lock:
         spare = _spare.setdefault(device.index, [])
         if not capture and len(spare) < _SPARE // 4:
@@ -239,92 +244,92 @@ def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None
     return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
 
 
-def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
+def _planned(name: str) -> Planned:
+    return Planned(functools.partial(_plan, name))
+
+
+def _plan(name: str, query: Tensor, *arguments) -> Callable:
     """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
     cut, a number that is no page is the last page's."""
+    cache, tail = Cache(*arguments[: len(arguments) - (name == "decode_attention_int8")]), ()
+    if name == "decode_attention_int8":
+        tail = arguments[-1:]
     form = cache.form_for(query)
     pages, block_table, seq_lens, scale, *calibration = cache[:8]
-    (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
-    tail = () if out_scale is None else (out_scale,)
+    (batch, heads, dim), kv_heads, device = query.shape, pages.shape[1], query.device
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
     plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
     plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, cache.key_channels, cache.value_channels))
     plain &= not (name == "decode_attention_lse" and cache.static and cache.rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
-    if why_not(query.device, form, query.dtype) is not None or not plain:
-        return REFERENCES[name](query, *cache, *tail)
+    if why_not(device, form, query.dtype) is not None or not plain:
+        return REFERENCES[name]
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
     check_calibration((cache.key_channels, cache.value_channels, cache.key_fixed, cache.value_fixed), kv_heads, form)
-    if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, *tail)):
+    if any(t is not None and t.device != device for t in (pages, block_table, seq_lens, *calibration, *tail)):
         raise ValueError("the arguments are on several devices")
-    query, seq_lens = query.contiguous(), seq_lens.contiguous()
-    if query.data_ptr() % 16:
-        query = query.clone()
-    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    out = torch.empty_like(query, dtype=query.dtype if out_scale is None else torch.int8)
-    lse = (
-        torch.empty(batch, heads, dtype=torch.float32, device=query.device) if name == "decode_attention_lse" else None
-    )
+    out = jit.like(query.shape, torch.int8 if tail else query.dtype, device)
+    lse = jit.like((batch, heads), torch.float32, device) if name == "decode_attention_lse" else None
+    scattered = [0] * (not query.is_contiguous() or query.data_ptr() % 16 > 0)
+    scattered += [2] * (block_table.stride(1) != 1) + [3] * (not seq_lens.is_contiguous())
+    if scattered:
+        return gathering(ON_CARD[name], scattered)
+    if tail and (tail[0].dtype != torch.float32 or tail[0].shape != (1,)):
+        return lambda *given: ON_CARD[name](*given[:-1], given[-1].reshape(1).float())
     group = heads // kv_heads
-    blocks, tiles = arch.card(query.device).multiprocessors, 1 if group <= 8 else 2
+    blocks, tiles = arch.card(device).multiprocessors, 1 if group <= 8 else 2
     most_heads, passes = 8 * tiles, -(-group // (8 * tiles))
     tokens = min(batch, _MOST) * kv_heads * passes * block_table.shape[1] * PAGE_TOKENS // blocks
-    kind = query.dtype, tiles, passes, cache.rotate, lse is not None, out_scale is not None
+    kind = query.dtype, tiles, passes, cache.rotate, lse is not None, bool(tail)
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
-    _load(chosen, query.device)
-    scales = None if out_scale is None else out_scale.reshape(1).float()
+    _load(chosen, device)
+    optional = [0 if t is None else VARIES for t in (*calibration, *(tail or (None,)))]
+    width, numbers = block_table.shape[1] if len(pages) else 0, jit.float_bits(scale)
+    args = [VARIES, VARIES, VARIES, VARIES, VARIES, 0 if lse is None else VARIES, VARIES, VARIES, VARIES, *optional]
+    launches = [
+        (first, Launch(_kernel(chosen), device, blocks, (*args, min(_MOST, batch - first), *sizes)))
+        for first in range(0, batch, _MOST)
+        for sizes in [(kv_heads, group, block_table.stride(0), width, len(pages), numbers)]
+    ]
     # What a block leaves of a segment that goes on: 16 bytes for two of [most_heads, D] channels, and [most_heads].
-    part_bytes, counter = blocks * most_heads * (dim // 2 + 1) * 16, _counter_of(query.device)
-    is_cleared = counter is None  # by every replay: no ticket of another stands there
-    if is_cleared:
-        parts = torch.zeros(part_bytes + _COUNTER_BYTES, dtype=torch.uint8, device=query.device)
-        counter = parts.data_ptr() + part_bytes, secrets.randbits(62)
-    else:
-        parts = torch.empty(part_bytes, dtype=torch.uint8, device=query.device)
-    for first in range(0, batch, _MOST):
-        count = min(_MOST, batch - first)
-        _kernel(chosen)(
-            query.device,
-            blocks,
-            query[first:].data_ptr(),
-            pages.data_ptr(),
-            block_table[first:].data_ptr(),
-            seq_lens[first:].data_ptr(),
-            out[first:].data_ptr(),
-            0 if lse is None else lse[first:].data_ptr(),
-            parts.data_ptr(),
-            *counter,
-            *(0 if t is None else t.data_ptr() for t in (*calibration, scales)),
-            count,
-            kv_heads,
-            group,
-            block_table.stride(0),
-            block_table.shape[1] if len(pages) else 0,
-            len(pages),
-            jit.float_bits(scale),
-            alone=is_cleared and first == 0,  # blocks count before earlier kernels have ended
-        )
-    return out if lse is None else (out, lse)
+    part_bytes = blocks * most_heads * (dim // 2 + 1) * 16
+    parts_like = jit.like((part_bytes,), torch.uint8, device)
+    given = [5 + i for i, t in enumerate(calibration) if t is not None] + [len(arguments)] * len(tail)
+    # Bytes of a sequence in what differs between launches.
+    steps = [t.stride(0) * t.itemsize for t in (query, block_table, seq_lens)]
+    of_out, of_lse = heads * dim * out.itemsize, 4 * heads
+
+    def run(*arguments):
+        made, counter = jit.empty_like(out), _counter_of(device)
+        sums = None if lse is None else jit.empty_like(lse)
+        is_cleared = counter is None  # by every replay: no ticket of another stands there
+        if is_cleared:
+            parts = torch.zeros(part_bytes + _COUNTER_BYTES, dtype=torch.uint8, device=device)
+            counter = parts.data_ptr() + part_bytes, secrets.randbits(62)
+        else:
+            parts = jit.empty_like(parts_like)
+        query, pages, table, lengths, *_ = arguments
+        begins = query.data_ptr(), table.data_ptr(), lengths.data_ptr(), made.data_ptr()
+        calibration = [arguments[i].data_ptr() for i in given]
+        for first, launch in launches:
+            queries, tables, lens, outs = (
+                begin + first * step for begin, step in zip(begins, (*steps, of_out), strict=True)
+            )
+            of_sums = [] if sums is None else [sums.data_ptr() + first * of_lse]
+            addresses = queries, pages.data_ptr(), tables, lens, outs, *of_sums, parts.data_ptr()
+            # Blocks count before earlier kernels have ended.
+            launch(*addresses, *counter, *calibration, alone=is_cleared and first == 0)
+        return made if sums is None else (made, sums)
+
+    return run
 
 
-def _cuda(query: Tensor, *args):
-    return _launch("decode_attention", None, query, Cache(*args))
-
-
-def _cuda_lse(query: Tensor, *args):
-    return _launch("decode_attention_lse", None, query, Cache(*args))
-
-
-def _cuda_int8(query: Tensor, *args):
-    *args, out_scale = args
-    return _launch("decode_attention_int8", out_scale, query, Cache(*args))
-
-
-for (_name, _reference), _kernel_op in zip(REFERENCES.items(), (_cuda, _cuda_lse, _cuda_int8), strict=True):
+ON_CARD = {name: _planned(name) for name in REFERENCES}
+for _name, _reference in REFERENCES.items():
     library.impl(_name, _reference, "CPU")
-    library.impl(_name, _kernel_op, "CUDA")
+    library.impl(_name, ON_CARD[_name], "CUDA")
 
 
 @torch.library.register_fake("tilepress::decode_attention")

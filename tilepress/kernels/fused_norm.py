@@ -12,6 +12,7 @@ references.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from tilepress.kernels.fused_quant import (
     rms_norm,
     why_not,
 )
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned, gathering
 
 library.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 library.define("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
@@ -86,71 +89,46 @@ def path(device: torch.device, dtype: torch.dtype, columns: int) -> Path:
     return Path("fused_norm", device.type, why_not(device, dtype, columns))
 
 
-def _run(op: int, x: Tensor, n: int, residual=None, weight=None, bias=None, eps=0.0) -> tuple[Tensor, Tensor] | None:
-    """The rows and the sum with `residual` (else anything); None where references must serve."""
-    fits, _, vectors = looked_at(x, n, PER_TOKEN, None, None, residual, weight, bias)
-    if not fits:
-        return None
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    total = out if residual is None else torch.empty_like(x)
-    rows = x.numel() // x.shape[-1]
-    if rows == 0:
-        return out, total
-    chosen = configuration_of(op, n, rows > 2 * arch.card(x.device).multiprocessors)
-    _kernel(chosen, op, vectors, x.dtype)(
-        x.device,
-        rows * chosen.pieces,
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        *(0, 0, 0),  # scale, its kind, zero point
-        *(out.data_ptr(), 0, total.data_ptr()),
-        n,
-        jit.float_bits(eps),
-    )
-    return out, total
+def _planned(op: int, reference: Callable, takes: str) -> Planned:
+    """An op on a card, by the names of its arguments in their order. Tensors come in the kernel's order."""
+    names = takes.split()
+
+    def plan(*arguments) -> Callable:
+        given = dict.fromkeys(_BESIDE) | dict(zip(names, arguments, strict=True))
+        x, residual = given["x"], given["residual"]
+        if op == fused_quant.SILU_MUL:
+            check_even(x)
+        n, rows = x.shape[-1] // (1 + (op == fused_quant.SILU_MUL)), x.numel() // max(1, x.shape[-1])
+        fits, _, vectors = looked_at(x, n, PER_TOKEN, None, None, *map(given.get, _BESIDE))
+        if not fits or rows == 0:
+            return reference
+        if scattered := [i for i in jit.tensors_of(arguments) if not arguments[i].is_contiguous()]:
+            return gathering(planned, scattered)
+        likes = [jit.like((*x.shape[:-1], n), x.dtype, x.device)] * (1 if residual is None else 2)
+        chosen = configuration_of(op, n, rows > 2 * arch.card(x.device).multiprocessors)
+        varies = [0 if given[name] is None else VARIES for name in ("x", *_BESIDE)]
+        outputs = VARIES, 0, 0 if residual is None else VARIES  # rows, scales, the sum
+        args = *varies, 0, 0, 0, *outputs, n, jit.float_bits(given.get("eps", 0.0))  # no scale, its kind, zero point
+        launch = Launch(_kernel(chosen, op, vectors, x.dtype), x.device, rows * chosen.pieces, args)
+        return jit.filling(launch, [*jit.tensors_of(arguments), *(~i for i in range(len(likes)))], likes, len(likes))
+
+    planned = Planned(plan)
+    return planned
 
 
-def _rms_norm_cuda(x, weight, eps):
-    made = _run(fused_quant.RMS_NORM, x, x.shape[-1], weight=weight, eps=eps)
-    return rms_norm_ref(x, weight, eps) if made is None else made[0]
-
-
-def _add_rms_norm_cuda(x, residual, weight, eps):
-    made = _run(fused_quant.ADD_RMS_NORM, x, x.shape[-1], residual, weight, eps=eps)
-    return add_rms_norm_ref(x, residual, weight, eps) if made is None else made
-
-
-def _layer_norm_cuda(x, weight, bias, eps):
-    made = _run(fused_quant.LAYER_NORM, x, x.shape[-1], None, weight, bias, eps)
-    return layer_norm_ref(x, weight, bias, eps) if made is None else made[0]
-
-
-def _add_layer_norm_cuda(x, residual, weight, bias, eps):
-    made = _run(fused_quant.ADD_LAYER_NORM, x, x.shape[-1], residual, weight, bias, eps)
-    return add_layer_norm_ref(x, residual, weight, bias, eps) if made is None else made
-
-
-def _silu_mul_cuda(gate_up):
-    check_even(gate_up)
-    made = _run(fused_quant.SILU_MUL, gate_up, gate_up.shape[-1] // 2)
-    return silu_mul_ref(gate_up) if made is None else made[0]
-
-
-REFERENCES = {
-    "rms_norm": rms_norm_ref,
-    "add_rms_norm": add_rms_norm_ref,
-    "layer_norm": layer_norm_ref,
-    "add_layer_norm": add_layer_norm_ref,
-    "silu_mul": silu_mul_ref,
+_BESIDE = "residual", "weight", "bias"
+_OPS = {  # the kernel's number, the reference, the arguments
+    "rms_norm": (fused_quant.RMS_NORM, rms_norm_ref, "x weight eps"),
+    "add_rms_norm": (fused_quant.ADD_RMS_NORM, add_rms_norm_ref, "x residual weight eps"),
+    "layer_norm": (fused_quant.LAYER_NORM, layer_norm_ref, "x weight bias eps"),
+    "add_layer_norm": (fused_quant.ADD_LAYER_NORM, add_layer_norm_ref, "x residual weight bias eps"),
+    "silu_mul": (fused_quant.SILU_MUL, silu_mul_ref, "x"),
 }
-_ON_CARD = _rms_norm_cuda, _add_rms_norm_cuda, _layer_norm_cuda, _add_layer_norm_cuda, _silu_mul_cuda
-for (_name, _reference), _on_card in zip(REFERENCES.items(), _ON_CARD, strict=True):
+REFERENCES = {name: reference for name, (_, reference, _) in _OPS.items()}
+ON_CARD = {name: _planned(*parts) for name, parts in _OPS.items()}
+for _name, _reference in REFERENCES.items():
     library.impl(_name, _reference, "CPU")
-    library.impl(_name, _on_card, "CUDA")
+    library.impl(_name, ON_CARD[_name], "CUDA")
 
 
 for _name in ("rms_norm", "layer_norm"):

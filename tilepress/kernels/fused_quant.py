@@ -21,6 +21,7 @@ given ones. The rest runs by the references.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +32,8 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 from tilepress.formats import int8
 from tilepress.kernels import arch, jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.once import Once
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned, gathering
 from tilepress.kernels.w8a8_gemm import KINDS
 
 PER_TOKEN, PER_TENSOR = 0, 1
@@ -191,7 +193,6 @@ def path(device: torch.device, dtype: torch.dtype, columns: int, one_scale: bool
     return Path("fused_quant", device.type, "a scale for the whole tensor" if why is None and one_scale else why)
 
 
-@Once
 def looked_at(
     x: Tensor,
     n: int,
@@ -226,106 +227,69 @@ def looked_at(
     return True, 0 if scale is None else 2 if by_token else 1, vectors
 
 
-def _run(op: int, x: Tensor, n: int, mode: int, scale, zero_point, residual=None, weight=None, bias=None, eps=0.0):
-    """Codes, scale and the sum with `residual`; None where references must serve."""
-    fits, static, vectors = looked_at(x, n, mode, scale, zero_point, residual, weight, bias)
-    if not fits:
-        return None
-    if scale is not None:
-        scale = scale.contiguous()
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    shape, rows = (*x.shape[:-1], n), x.numel() // x.shape[-1]
-    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
-    found = _scale_like(codes, mode, scale)
-    total = None if residual is None else torch.empty_like(x)
-    if rows == 0:
-        return codes, found if scale is None else scale.float().clone(), total
-    chosen = configuration_for(n, rows > 2 * arch.card(x.device).multiprocessors)
-    _kernel(chosen, op, static, vectors, x.dtype)(
-        x.device,
-        rows,
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        0 if scale is None else KINDS[scale.dtype],
-        0 if zero_point is None else zero_point.data_ptr(),
-        codes.data_ptr(),
-        found.data_ptr(),
-        0 if total is None else total.data_ptr(),
-        n,
-        jit.float_bits(eps),
-    )
-    return codes, found, total
+def _planned(op: int | None, reference: Callable, takes: str) -> Planned:
+    """An op on a card, by the names of its arguments in their order; `op` None: of the activation among them. Tensors come in the kernel's order."""
+    names = takes.split()
+
+    def plan(*arguments) -> Callable:
+        given = dict.fromkeys(("mode", "scale", "zero_point", "residual", "weight", "bias"))
+        given |= dict(zip(names, arguments, strict=True))
+        x, scale, residual = given["x"], given["scale"], given["residual"]
+        if op == SILU_MUL:
+            check_even(x)
+        n, mode = x.shape[-1] // (1 + (op == SILU_MUL)), PER_TENSOR if given["mode"] is None else given["mode"]
+        fits, static, vectors = looked_at(x, n, mode, *map(given.get, ("scale", "zero_point", *_BESIDE)))
+        rows = x.numel() // max(1, x.shape[-1])
+        if not fits or rows == 0:
+            return reference
+        if scattered := [i for i in jit.tensors_of(arguments) if not arguments[i].is_contiguous()]:
+            return gathering(planned, scattered)
+        device, shape = x.device, (*x.shape[:-1], n)
+        likes = [jit.like(shape, torch.int8, device), jit.like(_scale_shape(shape, mode, scale), torch.float32, device)]
+        if residual is not None:
+            likes.append(jit.like(shape, x.dtype, device))
+        chosen = configuration_for(n, rows > 2 * arch.card(device).multiprocessors)
+        kernel = _kernel(chosen, _ACTIVATION[given["activation"]] if op is None else op, static, vectors, x.dtype)
+        varies = [0 if given[name] is None else VARIES for name in ("x", *_BESIDE, "scale", "zero_point")]
+        kind, total = 0 if scale is None else KINDS[scale.dtype], 0 if residual is None else VARIES
+        numbers = n, jit.float_bits(given.get("eps", 0.0))
+        launch = Launch(kernel, device, rows, (*varies[:5], kind, varies[5], VARIES, VARIES, total, *numbers))
+        order = [*jit.tensors_of(arguments), *(~i for i in range(len(likes)))]
+        return jit.filling(launch, order, likes, 1 if reference is quantize_int8_static_ref else len(likes))
+
+    planned = Planned(plan)
+    return planned
 
 
-def _quantize_cuda(x, mode):
-    made = _run(QUANTIZE, x, x.shape[-1], mode, None, None)
-    return quantize_int8_ref(x, mode) if made is None else made[:2]
+_BESIDE = "residual", "weight", "bias"
 
 
-def _quantize_static_cuda(x, scale, zero_point):
-    made = _run(QUANTIZE, x, x.shape[-1], PER_TENSOR, scale, zero_point)
-    return quantize_int8_static_ref(x, scale, zero_point) if made is None else made[0]
-
-
-def _rms_norm_cuda(x, weight, eps, mode, scale, zero_point):
-    made = _run(RMS_NORM, x, x.shape[-1], mode, scale, zero_point, weight=weight, eps=eps)
-    return rms_norm_int8_ref(x, weight, eps, mode, scale, zero_point) if made is None else made[:2]
-
-
-def _add_rms_norm_cuda(x, residual, weight, eps, mode, scale, zero_point):
-    made = _run(ADD_RMS_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, eps=eps)
-    return add_rms_norm_int8_ref(x, residual, weight, eps, mode, scale, zero_point) if made is None else made
-
-
-def _layer_norm_cuda(x, weight, bias, eps, mode, scale, zero_point):
-    made = _run(LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, None, weight, bias, eps)
-    return layer_norm_int8_ref(x, weight, bias, eps, mode, scale, zero_point) if made is None else made[:2]
-
-
-def _add_layer_norm_cuda(x, residual, weight, bias, eps, mode, scale, zero_point):
-    made = _run(ADD_LAYER_NORM, x, x.shape[-1], mode, scale, zero_point, residual, weight, bias, eps)
-    if made is None:
-        return add_layer_norm_int8_ref(x, residual, weight, bias, eps, mode, scale, zero_point)
-    return made
-
-
-def _silu_mul_cuda(gate_up, mode, scale, zero_point):
-    check_even(gate_up)
-    made = _run(SILU_MUL, gate_up, gate_up.shape[-1] // 2, mode, scale, zero_point)
-    return silu_mul_int8_ref(gate_up, mode, scale, zero_point) if made is None else made[:2]
-
-
-def _activation_cuda(x, activation, mode, scale, zero_point):
-    made = _run(_ACTIVATION[activation], x, x.shape[-1], mode, scale, zero_point)
-    return activation_int8_ref(x, activation, mode, scale, zero_point) if made is None else made[:2]
-
-
-REFERENCES = {
-    "quantize_int8": quantize_int8_ref,
-    "quantize_int8_static": quantize_int8_static_ref,
-    "rms_norm_int8": rms_norm_int8_ref,
-    "add_rms_norm_int8": add_rms_norm_int8_ref,
-    "layer_norm_int8": layer_norm_int8_ref,
-    "add_layer_norm_int8": add_layer_norm_int8_ref,
-    "silu_mul_int8": silu_mul_int8_ref,
-    "activation_int8": activation_int8_ref,
+_STATIC = "mode scale zero_point"
+_OPS = {  # the kernel's number, the reference, the arguments
+    "quantize_int8": (QUANTIZE, quantize_int8_ref, "x mode"),
+    "quantize_int8_static": (QUANTIZE, quantize_int8_static_ref, "x scale zero_point"),
+    "rms_norm_int8": (RMS_NORM, rms_norm_int8_ref, f"x weight eps {_STATIC}"),
+    "add_rms_norm_int8": (ADD_RMS_NORM, add_rms_norm_int8_ref, f"x residual weight eps {_STATIC}"),
+    "layer_norm_int8": (LAYER_NORM, layer_norm_int8_ref, f"x weight bias eps {_STATIC}"),
+    "add_layer_norm_int8": (ADD_LAYER_NORM, add_layer_norm_int8_ref, f"x residual weight bias eps {_STATIC}"),
+    "silu_mul_int8": (SILU_MUL, silu_mul_int8_ref, f"x {_STATIC}"),
+    "activation_int8": (None, activation_int8_ref, f"x activation {_STATIC}"),
 }
-_ON_CARD = (
-    *(_quantize_cuda, _quantize_static_cuda, _rms_norm_cuda, _add_rms_norm_cuda),
-    *(_layer_norm_cuda, _add_layer_norm_cuda, _silu_mul_cuda, _activation_cuda),
-)
-for (_name, _reference), _on_card in zip(REFERENCES.items(), _ON_CARD, strict=True):
+REFERENCES = {name: reference for name, (_, reference, _) in _OPS.items()}
+ON_CARD = {name: _planned(*parts) for name, parts in _OPS.items()}
+for _name, _reference in REFERENCES.items():
     library.impl(_name, _reference, "CPU")
-    library.impl(_name, _on_card, "CUDA")
+    library.impl(_name, ON_CARD[_name], "CUDA")
+
+
+def _scale_shape(shape: tuple[int, ...], mode: int, scale: Tensor | None) -> tuple[int, ...]:
+    if scale is not None:
+        return scale.shape
+    return (1,) if mode == PER_TENSOR else (*shape[:-1], 1)
 
 
 def _scale_like(x: Tensor, mode: int, scale: Tensor | None = None) -> Tensor:
-    shape = (1,) if mode == PER_TENSOR else (*x.shape[:-1], 1)
-    return x.new_empty(shape if scale is None else scale.shape, dtype=torch.float32)
+    return x.new_empty(_scale_shape(x.shape, mode, scale), dtype=torch.float32)
 
 
 @torch.library.register_fake("tilepress::quantize_int8")

@@ -4,8 +4,8 @@ A source is CUDA C++ without headers: ptx.cuh is put before it, and a line `#def
 TILEPRESS_CACHE, by default ~/.cache/tilepress/kernels, under a key of source, options, compiler and architecture. Files are written atomically,
 so processes that compile the same at once do no harm. Nothing is imported from cuda-core before the first kernel is needed.
 
-Launches go to the driver directly. What a kernel takes is compared with the compiled one when it is loaded, and with the arguments at a thread's
-first launch; they are written into memory that each thread keeps for each kernel and device. Launches can be captured in CUDA graphs.
+Launches go to the driver directly. What a kernel takes is compared with the compiled one when it is loaded, and with the arguments at a launch's
+first time; of those, what varies is written into memory that belongs to the launch and its thread. Launches can be captured in CUDA graphs.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import re
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tilepress.kernels import arch
 from tilepress.kernels.signature import Parameter, check_arguments, check_compiled, parse
 
 FOLDER = Path(__file__).parent
+_ENV = "run `tilepress env`"
 _HINT = "kernels are tried with CUDA 13's NVRTC: pip install 'tilepress[cuda]'"
 
 
@@ -157,17 +159,36 @@ def _bind_context(device: int) -> None:
     _checked(driver.cuCtxSetCurrent(context))
 
 
-class _Launch:
-    """One thread's memory for the launches of one kernel on one device. Each argument has a slot of 8 bytes."""
+VARIES = object()  # stands for an argument that is given with each launch
 
-    def __init__(self, kernel: "Kernel", handle: int, args: tuple, overlaps: bool):
-        count = len(args)
-        values = (ctypes.c_ulonglong * count)()
-        start = ctypes.addressof(values)
-        self.pointers = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
-        self.by_value = [i for i, arg in enumerate(args) if isinstance(arg, ByValue)]
-        config = _Config(grid=(0, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
-        config.attributes, self.overlaps = ctypes.pointer(_SERIALIZE), overlaps
+
+class Launch:
+    """A kernel's launch on a device, with some of its arguments: each has a slot of 8 bytes, and those that vary are written before every launch. Only
+    the thread that made it may launch it."""
+
+    def __init__(self, kernel: "Kernel", device: torch.device, grid: int, args: tuple):
+        """`args` are integers from 0 (addresses and `float_bits` too) and structures, or VARIES."""
+        self.handle = kernel.load(device)
+        with torch.cuda.device(device):
+            _bind_context(device.index)
+        self.kernel, self.device, self.index, self.args = kernel, device, device.index, args
+        varies = [i for i, arg in enumerate(args) if arg is VARIES]
+        fixed = [i for i, arg in enumerate(args) if arg is not VARIES]
+        self.values = (ctypes.c_ulonglong * len(args))()
+        start = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * len(args))()
+        for slot, i in enumerate(varies + fixed):
+            self.pointers[i] = start + 8 * slot
+        for slot, i in enumerate(fixed, len(varies)):
+            self._fix(slot, i, args[i])
+        kinds = [kernel.parameters[i] for i in varies if i < len(kernel.parameters)]
+        self.by_value = [(i, at) for at, (i, kind) in enumerate(zip(varies, kinds, strict=False)) if kind.kind == "&"]
+        # A number that does not fit its width, as an address does not fit 4 bytes, is refused here in every launch.
+        slots = "".join("I4x" if kind.width == 4 else "Q" for kind in kinds)
+        self.pack = functools.partial(struct.Struct(f"={slots}").pack_into, self.values, 0)
+        config = _Config(grid=(grid, 1, 1), block=(kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
+        config.attributes = ctypes.pointer(_SERIALIZE)
+        self.overlaps = kernel.overlaps and arch.card(device).has_dependent_launch
         self.grid, self.stream, self.num_attributes = (
             kind.from_buffer(config, member.offset)
             for kind, member in (
@@ -176,11 +197,47 @@ class _Launch:
                 (ctypes.c_uint, _Config.num_attributes),
             )
         )
-        # A number that does not fit its width, as an address does not fit 4 bytes, is refused here in every launch.
-        slots = "".join("I4x" if parameter.width == 4 else "Q" for parameter in kernel.parameters)
-        self.pack = functools.partial(struct.Struct(f"={slots}").pack_into, values, 0)
-        addresses = ctypes.addressof(config), handle, ctypes.addressof(self.pointers)
+        addresses = ctypes.addressof(config), self.handle, ctypes.addressof(self.pointers)
         self.go = functools.partial(_driver().cuLaunchKernelEx, *addresses, None)
+        self.checked = False
+
+    def _fix(self, slot: int, i: int, arg: "int | ByValue") -> None:
+        if isinstance(arg, ByValue):
+            self.pointers[i] = arg.address
+        elif 0 <= arg < 1 << 64:
+            self.values[slot] = arg
+
+    def __call__(self, *given: "int | ByValue", alone: bool = False) -> None:
+        """Launch it with the arguments that vary, in the kernel's order, on the device's current stream. `alone`: not before earlier kernels have
+        ended.
+
+        Raises TilepressError naming what the kernel takes and what it got, or the driver's error."""
+        if not self.checked:
+            self._check(given)
+            self.checked = True
+        try:
+            self.pack(*given)
+        except struct.error as error:
+            self._check(given)
+            raise TilepressError(f"kernel {self.kernel.name} takes {self.kernel.takes}: {error}", _ENV) from error
+        for i, at in self.by_value:
+            self.pointers[i] = given[at].address
+        self.num_attributes.value = self.overlaps and not alone
+        self.stream.value = torch._C._cuda_getCurrentRawStream(self.index)
+        if torch._C._cuda_getDevice() == self.index:
+            status = self.go()
+        else:
+            with torch.cuda.device(self.device):
+                status = self.go()
+        if status:
+            raise TilepressError(f"kernel {self.kernel.name} was not launched: CUDA error {status}", _ENV)
+
+    def _check(self, given: tuple) -> None:
+        """Compare all arguments with what the compiled kernel takes."""
+        rest = iter(given)
+        args = [next(rest, None) if arg is VARIES else arg for arg in self.args]
+        args = [arg for arg in args if arg is not None] + list(rest)
+        check_arguments(self.kernel.name, self.kernel.parameters, self.kernel.widths, tuple(args))
 
 
 @dataclass
@@ -196,7 +253,7 @@ class Kernel:
     # (wait_for_grid) before it reads what they wrote and before it writes.
     overlaps: bool = False
     _handles: dict[int, int] = field(default_factory=dict)  # of each device
-    _widths: list[int] | None = None  # bytes of the compiled kernel's parameters
+    widths: list[int] | None = None  # bytes of the compiled kernel's parameters
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _local: threading.local = field(default_factory=threading.local)
     _libraries: list = field(default_factory=list)
@@ -206,43 +263,19 @@ class Kernel:
         return parse(self.takes)
 
     def __call__(self, device: torch.device, grid: int, *args: "int | ByValue", alone: bool = False) -> None:
-        """Launch `grid` blocks on the device's current stream. Arguments are integers from 0 (addresses and `float_bits` too) and structures, in
-        order. `alone`: not before earlier kernels have ended.
+        """Launch `grid` blocks on the device's current stream: for launches that are seldom. Arguments are those of `Launch`.
 
         Raises TilepressError with the compiler's log, with what the kernel takes and what it got, or naming the driver's error."""
-        index = device.index
-        launch = self._local.__dict__.get(index)
+        launch = self._local.__dict__.get(device.index)
         if launch is None:
-            launch = self._local.__dict__[index] = self._first_launch(device, args)
-        try:
-            launch.pack(*args)
-        except struct.error as error:
-            check_arguments(self.name, self.parameters, self._widths, args)
-            raise TilepressError(f"kernel {self.name} takes {self.takes}: {error}", "run `tilepress env`") from error
-        for i in launch.by_value:
-            launch.pointers[i] = args[i].address
-        launch.grid.value, launch.num_attributes.value = grid, launch.overlaps and not alone
-        launch.stream.value = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            status = launch.go()
-        else:
-            with torch.cuda.device(device):
-                status = launch.go()
-        if status:
-            raise TilepressError(f"kernel {self.name} was not launched: CUDA error {status}", "run `tilepress env`")
+            launch = Launch(self, device, grid, (VARIES,) * len(self.parameters))
+            self._local.__dict__[device.index] = launch
+        launch.grid.value = grid
+        launch(*args, alone=alone)
 
-    def load(self, device: torch.device) -> None:
-        """Compile and load it, as the first launch would."""
-        if device.index not in self._handles:
-            self._load(device)
-
-    def _first_launch(self, device: torch.device, args: tuple) -> _Launch:
-        """Check the arguments and make memory for this thread's launches on this device."""
-        handle = self._handles.get(device.index) or self._load(device)
-        check_arguments(self.name, self.parameters, self._widths, args)
-        with torch.cuda.device(device):
-            _bind_context(device.index)
-        return _Launch(self, handle, args, self.overlaps and arch.card(device).has_dependent_launch)
+    def load(self, device: torch.device) -> int:
+        """Compile and load it where that was not done. Return its handle there."""
+        return self._handles.get(device.index) or self._load(device)
 
     def _load(self, device: torch.device) -> int:
         from cuda.bindings import driver
@@ -262,7 +295,7 @@ class Kernel:
                 if int(status):  # a damaged file
                     code = cached_cubin(self.name, self.source, target, again=True)
                     library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-                self._widths = check_compiled(self.name, self.parameters, code)
+                self.widths = check_compiled(self.name, self.parameters, code)
                 kernel = _checked(driver.cuLibraryGetKernel(library, self.name.encode()))
                 if self.shared_bytes > arch.PLAIN_SHARED_BYTES:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -273,8 +306,43 @@ class Kernel:
         return self._handles[device.index]
 
 
+def like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what torch.empty_like makes tensors of, in half the time that torch.empty takes. It has memory for one element."""
+    return _element(dtype, device).expand(shape)
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
+
+
+def filling(launch: Launch, given: list[int], likes: list[Tensor], kept: int) -> Callable:
+    """Return what runs an op: it makes outputs like `likes`, of which the first `kept` are the op's, and launches with addresses, in the kernel's order, of
+    arguments by their number, and of outputs, which are -1, -2 and so on."""
+
+    def run(*arguments):
+        made = [empty_like(x) for x in likes]
+        launch(*[(arguments[i] if i >= 0 else made[~i]).data_ptr() for i in given])
+        return made[0] if kept == 1 else tuple(made[:kept]) or None
+
+    return run
+
+
+def tensors_of(arguments: tuple) -> list[int]:
+    """Return which arguments are tensors."""
+    return [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return memory for what `like` stands for."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def capture_number(stream: int) -> int:
     """Return the number of the capture that a stream, given by its address, is in, or 0: no two captures of a process have the same."""
+    status = ctypes.c_int()
+    if not _driver().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)) and not status.value:
+        return 0
     from cuda.bindings import driver
 
     found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
@@ -316,18 +384,26 @@ class ByValue:
 
 
 _MAP_BYTES = 128  # of a CUtensorMap
+_MOST_MAPS = 4096  # of matrices of one kind
 
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> ByValue:
-    """Return a CUtensorMap, by which the copy engine finds boxes of a matrix in memory, with 128-byte swizzle and zeros beyond the edges. The matrix
-    is int8 or 16-bit [rows, columns] with contiguous rows, 16-byte aligned. Maps are kept for matrices at the same address."""
-    rows, columns = matrix.shape
-    address, device = matrix.data_ptr(), matrix.device.index
-    stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything
-    return _tensor_map(address, device, rows, columns, stride, matrix.dtype, box_rows, box_columns)
+class TensorMaps(dict):
+    """CUtensorMaps of matrices that differ in their addresses alone, by address: with them the copy engine finds boxes of a matrix in memory, with 128-byte
+    swizzle and zeros beyond the edges."""
+
+    def __init__(self, matrix: Tensor, box_rows: int, box_columns: int):
+        """`matrix`, one of them, is int8 or 16-bit [rows, columns] with contiguous rows, 16-byte aligned."""
+        rows, columns = matrix.shape
+        stride = matrix.stride(0) if rows > 1 else columns  # that of one row can be anything
+        self._like = matrix.device.index, rows, columns, stride, matrix.dtype, box_rows, box_columns
+
+    def __missing__(self, address: int) -> ByValue:
+        if len(self) >= _MOST_MAPS:
+            self.clear()
+        made = self[address] = _tensor_map(address, *self._like)
+        return made
 
 
-@functools.lru_cache(maxsize=4096)
 def _tensor_map(
     address: int, device: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box_rows: int, box_columns: int
 ) -> ByValue:
@@ -363,5 +439,5 @@ def _tensor_map(
 def _checked(result: tuple):
     status, *values = result
     if int(status):
-        raise TilepressError(f"the CUDA driver says {status.name}", "run `tilepress env`")
+        raise TilepressError(f"the CUDA driver says {status.name}", _ENV)
     return values[0] if values else None

@@ -5,6 +5,7 @@ Appending is one opaque op: a compiler that sees its casts may drop them and cha
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,15 @@ from tilepress.formats.kv_int4 import (
 from tilepress.formats.kv_pages import check_pages, write_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.once import Once
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned, gathering
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
 CACHE_TAKES = (
     "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
 )
+CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # tensors, as kernels take them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # With 0 bits values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
@@ -87,7 +90,7 @@ class Quantization(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
+        return tuple(getattr(self, name) for name in CALIBRATION)
 
     def check(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Forms:
         """Return the formats of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
@@ -133,18 +136,23 @@ class Quantization(NamedTuple):
         )
         write_pages(pages, slots, *rows, form)
 
-    def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[int, ...]:
+    def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[object, ...]:
         """Return the first arguments of a kernel that appends, as CACHE_TAKES names them."""
         return (
-            pages.data_ptr(),
-            slots.data_ptr(),
-            *map(address, self.tensors),
+            VARIES,
+            VARIES,
+            *(0 if x is None else VARIES for x in self.tensors),
             jit.float_bits(0.5 * self.key_clip),
             jit.float_bits(0.5 * self.value_clip),
             *_numbers_of(form),
             slots.shape[0],
             pages.shape[0],
         )
+
+    def given(self, first: int) -> list[int]:
+        """Return the numbers of those of `tensors` that are given, in their order, where these are an op's arguments from `first` on."""
+        numbers = (first + self._fields.index(name) for name in CALIBRATION)
+        return [number for number, x in zip(numbers, self.tensors, strict=True) if x is not None]
 
 
 @functools.cache
@@ -229,36 +237,28 @@ def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kern
     return jit.Kernel("kv_append", append_source(form, dtype, steps), takes, THREADS, overlaps=True)
 
 
-@Once
-def _looked_at(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> tuple[Forms, bool]:
-    how = Quantization(*quantization)
-    return how.check(pages, key, value, slots), how.suits_kernels(pages, key, value, slots)
-
-
-def _append_cuda(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
+def _plan(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> Callable:
     """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
     how = Quantization(*quantization)
-    form, fits = _looked_at(pages, key, value, slots, *quantization)
+    form, fits = how.check(pages, key, value, slots), how.suits_kernels(pages, key, value, slots)
     if not fits:
-        return how.store(pages, key, value, slots, form)
+        return kv_append_ref
     tokens, heads, _ = key.shape
     if tokens == 0:
-        return None
+        return lambda *_: None
     width = channels_of_lane(form)
-    key, value, slots = in_rows(key, width), in_rows(value, width), slots.contiguous()
-    _append_kernel(form, key.dtype, how.steps(form))(
-        pages.device,
-        blocks(tokens * heads * 2),
-        *how.launch_arguments(pages, slots, form),
-        *(key.data_ptr(), value.data_ptr()),
-        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        heads,
-    )
-    return None
+    if scattered := [i for i, x in ((1, key), (2, value)) if not is_in_rows(x, width)] + [3] * (
+        not slots.is_contiguous()
+    ):
+        return gathering(_append_cuda, scattered)
+    strides = *key.stride()[:2], *value.stride()[:2]
+    cache, given = how.launch_arguments(pages, slots, form), [0, 3, *how.given(4), 1, 2]
+    args = *cache, VARIES, VARIES, *strides, heads
+    launch = Launch(_append_kernel(form, key.dtype, how.steps(form)), pages.device, blocks(tokens * heads * 2), args)
+    return jit.filling(launch, given, [], 0)
 
 
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+_append_cuda = Planned(_plan)
 
 
 def channels_of_lane(form: KVFormat) -> int:
@@ -266,13 +266,10 @@ def channels_of_lane(form: KVFormat) -> int:
     return form.head_dim // 32 if form.head_dim & (form.head_dim - 1) == 0 else 1
 
 
-def in_rows(x: Tensor, width: int) -> Tensor:
-    """Return x with channels in rows that begin at multiples of `width` elements, copied if it has to be."""
+def is_in_rows(x: Tensor, width: int) -> bool:
+    """Return whether the channels of x lie in rows that begin at multiples of `width` elements."""
     *strides, last = x.stride()
-    fits = last == 1 and x.data_ptr() // x.itemsize % width == 0
-    for stride in strides:
-        fits = fits and stride % width == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return last == 1 and x.data_ptr() // x.itemsize % width == 0 and all(stride % width == 0 for stride in strides)
 
 
 def blocks(rows: int, threads: int = THREADS) -> int:

@@ -6,6 +6,7 @@ knows; lengths and block tables are read on the card, so that a captured graph s
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,12 @@ from tilepress.formats.kv_int4 import Forms, KVFormat, from_channels
 from tilepress.formats.kv_pages import check_pages, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.kv_cache import (
+    CALIBRATION,
     KINDS,
     THREADS,
     VALUE_FORM,
-    address,
     blocks,
     calibration_suits_kernels,
     check_calibration,
@@ -31,7 +33,7 @@ from tilepress.kernels.kv_cache import (
     values_of,
     why_not,
 )
-from tilepress.kernels.once import Once
+from tilepress.kernels.once import Planned, gathering
 
 library.define(
     "kv_read(Tensor pages, Tensor block_table, Tensor seq_lens, int max_len, Tensor? key_channels, Tensor? key_fixed, "
@@ -75,7 +77,7 @@ class _Read(NamedTuple):
     @property
     def calibration(self) -> tuple[Tensor | None, ...]:
         """The calibration's tensors in the order in which kernels take them."""
-        return self.key_channels, self.value_channels, self.key_fixed, self.value_fixed
+        return tuple(getattr(self, name) for name in CALIBRATION)
 
     def check(self) -> Forms:
         """Return the formats of rows. Raises ValueError for what does not fit together; looks at no number, which would wait for a card."""
@@ -136,47 +138,35 @@ def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
     return jit.Kernel("kv_read", source(form, dtype), _TAKES, THREADS, overlaps=True)
 
 
-@Once
-def _looked_at(*arguments) -> tuple[Forms, bool]:
-    """The formats of rows, and whether the kernel takes the arguments."""
-    read = _Read(*arguments)
-    return read.check(), read.suits_kernels
-
-
-def _kv_read_cuda(*arguments) -> tuple[Tensor, Tensor]:
+def _plan(*arguments) -> Callable:
     """The reference's, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table or `max_len` is
     cut, a number that is no page is the last page's."""
     read = _Read(*arguments)
-    form, fits = _looked_at(*arguments)
-    if not fits:
-        return kv_read_ref(*arguments)
-    (sequences, heads, max_len, _), pages, table = read.shape, read.pages, read.block_table
-    table = table if table.stride(1) == 1 else table.contiguous()
-    seq_lens = read.seq_lens.contiguous()
-    keys, values = (torch.empty(read.shape, dtype=read.out_dtype, device=pages.device) for _ in range(2))
-    if keys.numel() == 0:
-        return keys, values
-    _kernel(form, read.out_dtype)(
-        pages.device,
-        blocks(2 * sequences * heads * -(-max_len // _TOKENS)),
-        pages.data_ptr(),
-        table.data_ptr(),
-        seq_lens.data_ptr(),
-        *map(address, read.calibration),
-        keys.data_ptr(),
-        values.data_ptr(),
+    form, device = read.check(), read.pages.device
+    if not read.suits_kernels or 0 in read.shape:
+        return kv_read_ref
+    table, lengths = read.block_table, read.seq_lens
+    if scattered := [1] * (table.stride(1) != 1) + [2] * (not lengths.is_contiguous()):
+        return gathering(_kv_read_cuda, scattered)
+    sequences, heads, max_len, _ = read.shape
+    numbers = (
         jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
         int(read.rotate),
         sequences,
         heads,
         max_len,
         table.stride(0),
-        table.shape[1] if len(pages) else 0,
-        len(pages),
+        table.shape[1] if len(read.pages) else 0,
+        len(read.pages),
     )
-    return keys, values
+    calibration = [_Read._fields.index(name) for name in CALIBRATION if getattr(read, name) is not None]
+    addresses = VARIES, VARIES, VARIES, *(0 if x is None else VARIES for x in read.calibration), VARIES, VARIES
+    grid = blocks(2 * sequences * heads * -(-max_len // _TOKENS))
+    launch = Launch(_kernel(form, read.out_dtype), device, grid, (*addresses, *numbers))
+    return jit.filling(launch, [0, 1, 2, *calibration, -1, -2], [jit.like(read.shape, read.out_dtype, device)] * 2, 2)
 
 
+_kv_read_cuda = Planned(_plan)
 library.impl("kv_read", kv_read_ref, "CPU")
 library.impl("kv_read", _kv_read_cuda, "CUDA")
 

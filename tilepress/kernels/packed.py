@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tilepress.formats import TilepressError
+from tilepress.kernels.once import OfTensors
 
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
 Made = TypeVar("Made")
@@ -33,6 +33,14 @@ def check_arguments(
         raise ValueError("the arguments are on several devices")
 
 
+def aligning(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the rows of x [..., cols] as `aligned` does, and what gives those, or at least their memory, of all that is like x."""
+    flat = aligned(x.reshape(-1, x.shape[-1]))
+    if flat.data_ptr() == x.data_ptr():
+        return flat, lambda x: x
+    return flat, lambda x: aligned(x.reshape(-1, x.shape[-1]))
+
+
 def aligned(x: Tensor) -> Tensor:
     """x [n, cols], with rows of a multiple of 8 columns that begin at multiples of 16 bytes. A kernel more where cols is no multiple of 8."""
     if x.shape[1] % 8:
@@ -47,20 +55,21 @@ class PerWeight(Generic[Made]):
     and offsets before the kernels ahead of them have ended."""
 
     def __init__(self, make: Callable[[Tensor, int], Made]):
-        self._make, self._made = make, WeakIdKeyDictionary()
+        self._make, self._made = make, OfTensors()
 
     def __call__(self, words: Tensor, offsets: Tensor, blocks: int) -> Made:
         """Return what was made, made anew where the tensors have changed. Raises TilepressError inside a CUDA graph."""
-        version = blocks, *((p.data_ptr(), 0 if p.is_inference() else p._version) for p in (words, offsets))
-        known, made = self._made.get(offsets, (None, None))
-        if known != version:
+        versions = [0 if p.is_inference() else p._version for p in (words, offsets)]
+        version = blocks, words.data_ptr(), offsets.data_ptr(), *versions
+        known = self._made.get(offsets)
+        if known is None or known[0] != version:
             if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise TilepressError(
                     "a sparse layer is first used inside a CUDA graph", "run the model once before capturing"
                 )
-            made = self._make(offsets, blocks)
-            self._made[offsets] = version, made
-        return made
+            known = version, self._make(offsets, blocks)
+            self._made.keep(offsets, known)
+        return known[1]
 
 
 def cuts_of(offsets: Tensor, tile_cost: int, parts: int) -> Tensor:

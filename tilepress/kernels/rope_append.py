@@ -18,6 +18,7 @@ On cards from sm_80 on sm80_rope_append.cu does it in one launch, to the referen
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,21 +27,21 @@ from torch import Tensor
 from tilepress.formats.kv_int4 import Forms, KVFormat, hadamard
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.kv_cache import (
     CACHE_TAKES,
     KINDS,
     QUANTIZATION,
     Quantization,
     Steps,
-    address,
     blocks,
     channels_of_lane,
-    in_rows,
+    is_in_rows,
     row_macros,
     unlike_name,
     why_not,
 )
-from tilepress.kernels.once import Once
+from tilepress.kernels.once import Planned, gathering
 
 library.define(
     "rope_append(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, Tensor? query_bias, Tensor? key_bias, Tensor? value_bias, "
@@ -98,6 +99,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return torch.cat([(turning * cos + partner * sin).to(x.dtype), rest], -1)
 
 
+_ROWS = "query", "key", "value"
+_WEIGHTS = "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"
+
+
 class _Rows(NamedTuple):
     """The op's arguments between the pages and the cache's own, in their order."""
 
@@ -118,7 +123,7 @@ class _Rows(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor | None, ...]:
-        return self.query_bias, self.key_bias, self.value_bias, self.query_norm, self.key_norm
+        return tuple(getattr(self, name) for name in _WEIGHTS)
 
     def check(self, pages: Tensor, how: Quantization) -> Forms:
         """Return the formats of rows. Raises ValueError for what does not fit together."""
@@ -138,10 +143,9 @@ class _Rows(NamedTuple):
                 f"cos {list(cos.shape)} and sin {list(sin.shape)} are not [{tokens}, up to {dim // 2}] for {tokens} tokens of {dim} channels"
             )
         sizes = heads * dim, key.shape[1] * dim, key.shape[1] * dim, dim, dim
-        names = "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"
         wrong = [
             f"{name} {list(weight.shape)}, not [{size}]"
-            for name, weight, size in zip(names, self.weights, sizes, strict=True)
+            for name, weight, size in zip(_WEIGHTS, self.weights, sizes, strict=True)
             if weight is not None and weight.shape != (size,)
         ]
         if wrong:
@@ -170,34 +174,34 @@ class _Rows(NamedTuple):
         how.store(pages, key, value, self.slots, form)
         return (_folded(query, how) if self.fold and form.key.bits < 16 else query).contiguous()
 
-    def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Tensor:
+    def scattered(self, form: KVFormat) -> list[int]:
+        """Return the numbers of the op's arguments that do not lie as sm80_rope_append.cu reads them."""
         width = channels_of_lane(form)
-        query, key, value = (in_rows(x, width) for x in (self.query, self.key, self.value))
         angles = max(1, width // 2) if self.interleaved else width
-        cos, sin = (in_rows(x, angles if self.cos.shape[1] % angles == 0 else 1) for x in (self.cos, self.sin))
-        weights = self.weights
-        biases, norms = ([x is not None for x in some] for some in (weights[:3], weights[3:]))
-        if any(biases) or any(norms):
-            weights = [x if x is None else in_rows(x, width) for x in weights]
-        (tokens, heads, _), kv_heads, slots = query.shape, key.shape[1], self.slots.contiguous()
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if tokens == 0:
-            return out
-        wide = cos.dtype != key.dtype
-        shape = heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide, any(biases), any(norms)
-        kernel = _kernel(form, key.dtype, how.steps(form), *shape, self.fold)
-        kernel(
-            pages.device,
-            blocks(tokens * (heads + 2 * kv_heads), _THREADS),
-            *how.launch_arguments(pages, slots, form),
-            out.data_ptr(),
-            *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
-            *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
-            *map(address, weights),
-            jit.float_bits(self.eps),
-            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0)),
+        of_angles = angles if self.cos.shape[1] % angles == 0 else 1
+        widths = {"cos": of_angles, "sin": of_angles} | dict.fromkeys((*_ROWS, *_WEIGHTS), width)
+        lie = {name: getattr(self, name) is None or is_in_rows(getattr(self, name), widths[name]) for name in widths}
+        return [_NUMBER[name] for name in lie if not lie[name]] + [_NUMBER["slots"]] * (not self.slots.is_contiguous())
+
+    def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Callable:
+        """Return what runs the op for arguments like these."""
+        (tokens, heads, _), kv_heads, dtype = self.query.shape, self.key.shape[1], self.key.dtype
+        out = jit.like(self.query.shape, dtype, pages.device)
+        biases, norms = (any(x is not None for x in some) for some in (self.weights[:3], self.weights[3:]))
+        shape = heads, kv_heads, 2 * self.cos.shape[1], self.interleaved, self.cos.dtype != dtype, biases, norms
+        strides = *self.query.stride()[:2], *self.key.stride()[:2], *self.value.stride()[:2]
+        weights = [0 if x is None else VARIES for x in self.weights]
+        args = (
+            *how.launch_arguments(pages, self.slots, form),
+            *(VARIES, VARIES, VARIES, VARIES, *strides),
+            *(*weights, jit.float_bits(self.eps)),
+            *(VARIES, VARIES, self.cos.stride(0), self.sin.stride(0)),
         )
-        return out
+        kernel, grid = _kernel(form, dtype, how.steps(form), *shape, self.fold), tokens * (heads + 2 * kv_heads)
+        given = [_NUMBER[name] for name in _WEIGHTS if getattr(self, name) is not None]
+        order = [0, _NUMBER["slots"], *how.given(1 + _BETWEEN), -1, *(_NUMBER[name] for name in _ROWS), *given]
+        order += [_NUMBER["cos"], _NUMBER["sin"]]
+        return jit.filling(Launch(kernel, pages.device, blocks(grid, _THREADS), args), order, [out], 1)
 
 
 def _folded(query: Tensor, how: Quantization) -> Tensor:
@@ -209,6 +213,7 @@ def _folded(query: Tensor, how: Quantization) -> Tensor:
 
 
 _BETWEEN = len(_Rows._fields)
+_NUMBER = {name: number for number, name in enumerate(_Rows._fields, 1)}  # of the op's arguments, behind the pages
 
 
 def _taken(arguments: tuple) -> tuple[_Rows, Quantization]:
@@ -234,19 +239,17 @@ def _kernel(*what) -> jit.Kernel:
     return jit.Kernel("rope_append", source(*what), _TAKES, _THREADS, overlaps=True)
 
 
-@Once
-def _looked_at(pages: Tensor, *arguments) -> tuple[Forms, bool]:
-    """The formats of rows, and whether the kernel takes the arguments."""
-    rows, how = _taken(arguments)
-    form, fits = rows.check(pages, how), how.suits_kernels(pages, rows.key, rows.value, rows.slots)
-    return form, fits and all(x is None or x.is_contiguous() for x in rows.weights)
-
-
-def _rope_append_cuda(pages: Tensor, *arguments) -> Tensor:
+def _plan(pages: Tensor, *arguments) -> Callable:
     """The reference's, but slots beyond the pages are skipped: looking at them would wait for the card."""
     rows, how = _taken(arguments)
-    form, fits = _looked_at(pages, *arguments)
-    return rows.launch(pages, how, form) if fits else rows.reference(pages, how, form)
+    form, fits = rows.check(pages, how), how.suits_kernels(pages, rows.key, rows.value, rows.slots)
+    if not fits or not all(x is None or x.is_contiguous() for x in rows.weights) or len(rows.query) == 0:
+        return rope_append_ref
+    scattered = rows.scattered(form)
+    return gathering(_rope_append_cuda, scattered) if scattered else rows.launch(pages, how, form)
+
+
+_rope_append_cuda = Planned(_plan)
 
 
 library.impl("rope_append", rope_append_ref, "CPU")

@@ -6,6 +6,7 @@ weight once a call, on any device; a card runs it for scales that are not of 16 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
 from tilepress.kernels import arch, jit, library, ptx, split_sum
 from tilepress.kernels.arch import HOPPER, Path
-from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned
+from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_bitmap_decode import macros, tiled_bitmap_decode
 
 library.define(
@@ -181,7 +184,7 @@ def _kernel(chosen: Configuration, shared: int) -> jit.Kernel:
     return jit.Kernel("tiled_bitmap_spmm", chosen.source, _TAKES, chosen.threads, shared, overlaps=True)
 
 
-def _cuda(
+def _plan(
     x: Tensor,
     words: Tensor,
     offsets: Tensor,
@@ -190,22 +193,23 @@ def _cuda(
     rows: int,
     value_dtype: torch.dtype,
     group: int,
-) -> Tensor:
+) -> Callable:
     wide_scale = scale is not None and scale.dtype not in tiled_bitmap.SCALE_DTYPES
     if jit.why_not(x.device) is not None or wide_scale:
-        return tiled_bitmap_spmm_ref(x, words, offsets, scale, bias, rows, value_dtype, group)
+        return tiled_bitmap_spmm_ref
     packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
     _check(x, packed, bias)
-    flat = x.reshape(-1, packed.cols)
-    if bias is not None:
-        bias = bias.to(x.dtype)
-    if len(flat) == 0:
-        y = x.new_empty(0, rows)
-    elif _uses_kernel(len(flat), x.device, x.dtype, packed.weight_dtype, group):
-        y = _multiply(aligned(flat), packed, bias)
-    else:
-        y = _multiply_decoded(flat, packed, bias)
-    return y.view(*x.shape[:-1], rows)
+    n, out = x.numel() // max(1, packed.cols), jit.like((*x.shape[:-1], rows), x.dtype, x.device)
+    if out.numel() == 0:
+        return lambda *_: jit.empty_like(out)
+    if bias is not None and bias.dtype != x.dtype:
+        return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
+    if not _uses_kernel(n, x.device, x.dtype, packed.weight_dtype, group):
+        return _decoding
+    return _multiplying(out, x, packed, bias)
+
+
+_cuda = Planned(_plan)
 
 
 def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
@@ -222,39 +226,50 @@ def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype:
     return is_here and dtype == weight_dtype and n <= MOST_ROWS[group]
 
 
-def _multiply(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:
-    """x as kernels/packed.py aligns it -> [n, rows], in one launch."""
-    n, multiprocessors = len(x), arch.card(x.device).multiprocessors
-    y = torch.empty(n, packed.rows, dtype=x.dtype, device=x.device)
-    facts = _facts_of(packed.words, packed.offsets, multiprocessors)
+def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Callable:
+    """Return what runs the op for arguments like these, in one launch."""
+    flat, align = aligning(x)
+    n, rows, dtype, group = len(flat), packed.rows, packed.dtype, packed.group
     tiles, k_blocks = packed.offsets.numel() - 1, -(-packed.cols // TILE_COLS)
-    plan = _planned(n, tiles, facts.tile_bytes, multiprocessors, x.dtype, packed.dtype, packed.group)
-    columns, pairs = plan.chosen.columns, plan.chosen.pairs
-    _memory, sums, left, ticket = split_sum.scratch(x.device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)
-    plan.kernel(
-        x.device,
-        plan.grid,
-        packed.words.data_ptr(),
-        packed.offsets.data_ptr(),
-        facts.runs[plan.grid].data_ptr() if plan.walks == pairs == 1 else 0,  # 0: equal numbers of units
-        jit.tensor_map(x, columns, 64),
-        0 if packed.scale is None else packed.scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        sums,
-        left,
-        ticket,
-        n,
-        packed.rows,
-        k_blocks,
-        -(-tiles // k_blocks // pairs) * k_blocks,
-        tiles,
-        plan.walks,
-        facts.tile_bytes,
-        plan.slots,
-        jit.successors_wait,
-    )
-    return y
+    device, multiprocessors = x.device, arch.card(x.device).multiprocessors
+    launches: dict[int, tuple] = {}  # by the bytes of a weight's largest tile
+
+    def launching(tile_bytes: int) -> tuple[Launch, Callable, Callable, int | None]:
+        """The launch, the maps of x, the memory for sums, and the number of blocks whose runs of tiles the kernel reads, if it does."""
+        plan = _planned(n, tiles, tile_bytes, multiprocessors, x.dtype, dtype, group)
+        columns, pairs = plan.chosen.columns, plan.chosen.pairs
+        reads_runs = plan.walks == pairs == 1  # else equal numbers of units
+        optional = [0 if t is None else VARIES for t in (packed.scale, bias)]
+        units = -(-tiles // k_blocks // pairs) * k_blocks
+        args = (
+            *(VARIES, VARIES, VARIES if reads_runs else 0, VARIES, *optional, VARIES, VARIES, VARIES, VARIES),
+            *(n, rows, k_blocks, units, tiles, plan.walks, tile_bytes, plan.slots, VARIES),
+        )
+        launch = Launch(plan.kernel, device, plan.grid, args)
+        scratch = split_sum.scratch(device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)
+        return launch, jit.TensorMaps(flat, columns, 64).__getitem__, scratch, plan.grid if reads_runs else None
+
+    def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, *_) -> Tensor:
+        x, y, facts = align(x), jit.empty_like(out), _facts_of(words, offsets, multiprocessors)
+        found = launches.get(facts.tile_bytes)
+        if found is None:
+            found = launches[facts.tile_bytes] = launching(facts.tile_bytes)
+        launch, of_x, scratch, grid = found
+        numbers = [words.data_ptr(), offsets.data_ptr()]
+        if grid is not None:
+            numbers.append(facts.runs[grid].data_ptr())
+        numbers.append(of_x(x.data_ptr()))
+        numbers += [t.data_ptr() for t in (scale, bias) if t is not None]
+        _memory, *left = scratch()
+        launch(*numbers, y.data_ptr(), *left, jit.successors_wait)
+        return y
+
+    return run
+
+
+def _decoding(x: Tensor, words, offsets, scale, bias, rows: int, value_dtype: torch.dtype, group: int) -> Tensor:
+    packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
+    return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 
 
 def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Tensor:

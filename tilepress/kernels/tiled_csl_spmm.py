@@ -7,6 +7,7 @@ once a call and multiplies densely, on any device. The kernel on mma.sync was ru
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ from torch.nn.functional import linear
 from tilepress.formats import tiled_csl
 from tilepress.kernels import arch, jit, library, ptx, split_sum
 from tilepress.kernels.arch import Path
-from tilepress.kernels.packed import PerWeight, aligned, check_arguments, cuts_of, multiply_decoded
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned
+from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, multiply_decoded
 from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
 
 library.define(
@@ -199,26 +202,25 @@ def _planned(
     return chosen, _kernel(chosen, grid)
 
 
-def _cuda(
+def _plan(
     x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
-) -> Tensor:
+) -> Callable:
     if jit.why_not(x.device) is not None:
-        return tiled_csl_spmm_ref(x, words, offsets, bias, rows, value_dtype)
+        return tiled_csl_spmm_ref
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     check_arguments(x, words, offsets, bias, rows, tiled_csl.num_tiles(rows, packed.cols))
-    flat = x.reshape(-1, packed.cols)
-    if bias is not None:
-        bias = bias.to(x.dtype)
-    kernel = _kernel_for(len(flat), x.device, x.dtype, value_dtype)
-    if len(flat) == 0:
-        y = x.new_empty(0, rows)
-    elif kernel is None:
-        y = _multiply_decoded(flat, packed, bias)
-    elif kernel == "tiled_csl_spmm":
-        y = _multiply(aligned(flat), packed, bias)
-    else:
-        y = multiply_mma(aligned(flat), packed, bias)
-    return y.view(*x.shape[:-1], rows)
+    n, out = x.numel() // max(1, packed.cols), jit.like((*x.shape[:-1], rows), x.dtype, x.device)
+    if out.numel() == 0:
+        return lambda *_: jit.empty_like(out)
+    if bias is not None and bias.dtype != x.dtype:
+        return lambda x, words, offsets, bias, *rest: _cuda(x, words, offsets, bias.to(x.dtype), *rest)
+    kernel = _kernel_for(n, x.device, x.dtype, value_dtype)
+    if kernel is None:
+        return _decoding
+    return (_multiplying if kernel == "tiled_csl_spmm" else multiplying_mma)(out, x, packed, bias)
+
+
+_cuda = Planned(_plan)
 
 
 def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
@@ -228,69 +230,64 @@ def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: t
     return kernel if dtype == value_dtype and n <= most else None
 
 
-def _multiply(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
-    """x as kernels/packed.py aligns it -> [n, rows], in one launch."""
-    n, rows, cols, grid = len(x), packed.rows, packed.cols, blocks(x.device)
-    y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
+def _multiplying(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Callable:
+    """Return what runs the op for arguments like these, in one launch."""
+    flat, align = aligning(x)
+    n, rows, cols, grid = len(flat), packed.rows, packed.cols, blocks(x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
-    # Waits for the device once, also where the kernel takes equal numbers of tiles.
-    cuts = _cuts_of(packed.words, packed.offsets, grid)
-    _memory, sums, left, ticket = split_sum.scratch(
-        x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns
-    )
-    tiles = packed.offsets.numel() - 1
-    kernel(
-        x.device,
-        grid,
-        packed.words.data_ptr(),
-        packed.offsets.data_ptr(),
-        *([cuts] if chosen.consumers == 1 else []),
-        jit.tensor_map(x, chosen.columns, 64),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        sums,
-        left,
-        ticket,
-        n,
-        rows,
-        -(-cols // tiled_csl.TILE_COLS),
-        tiles,
-        tiles * -(-n // chosen.columns),
-        jit.successors_wait,
-    )
-    return y
+    reads_cuts = chosen.consumers == 1  # else equal numbers of tiles
+    scratch = split_sum.scratch(x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns)
+    of_x, tiles = jit.TensorMaps(flat, chosen.columns, 64).__getitem__, packed.offsets.numel() - 1
+    numbers = n, rows, -(-cols // tiled_csl.TILE_COLS), tiles, tiles * -(-n // chosen.columns)
+    optional = [*([VARIES] if reads_cuts else []), VARIES, 0 if bias is None else VARIES]
+    args = VARIES, VARIES, *optional, VARIES, VARIES, VARIES, VARIES, *numbers, VARIES
+    launch = Launch(kernel, x.device, grid, args)
+
+    def run(x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, *_) -> Tensor:
+        x, y = align(x), jit.empty_like(out)
+        # Waits for the device once, also where the kernel takes equal numbers of tiles.
+        cuts = _cuts_of(words, offsets, grid)
+        given = [words.data_ptr(), offsets.data_ptr()]
+        if reads_cuts:
+            given.append(cuts)
+        given.append(of_x(x.data_ptr()))
+        if bias is not None:
+            given.append(bias.data_ptr())
+        _memory, *left = scratch()
+        launch(*given, y.data_ptr(), *left, jit.successors_wait)
+        return y
+
+    return run
 
 
-def multiply_mma(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:
-    """x as kernels/packed.py aligns it, zeros beyond packed.cols -> y [n, rows], in one launch of the kernel on mma.sync."""
-    n, rows = len(x), packed.rows
-    y = torch.empty(n, rows, dtype=x.dtype, device=x.device)
+def multiplying_mma(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Callable:
+    """Return what runs the op for arguments like these, in one launch of the kernel on mma.sync."""
+    flat, align = aligning(x)  # zeros beyond packed.cols
+    n, rows = len(flat), packed.rows
     columns = next(c for c in MMA_BLOCKS if n <= c or c == 64)
     tiles = packed.offsets.numel() - 1
     all_tiles = tiles * -(-n // columns)
     most = arch.card(x.device).multiprocessors * MMA_BLOCKS[columns]
     grid = max(1, min(most, all_tiles // _FEWEST_TILES))
-    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 1, tiled_csl.TILE_ROWS, columns)
-    _mma_kernel(columns, x.dtype)(
-        x.device,
-        grid,
-        packed.words.data_ptr(),
-        packed.offsets.data_ptr(),
-        x.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        sums,
-        left,
-        ticket,
-        n,
-        rows,
-        x.shape[1],
-        x.stride(0),
-        -(-packed.cols // tiled_csl.TILE_COLS),
-        tiles,
-        all_tiles,
-    )
-    return y
+    scratch = split_sum.scratch(x.device, grid, 1, tiled_csl.TILE_ROWS, columns)
+    k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
+    numbers = n, rows, flat.shape[1], flat.stride(0), k_blocks, tiles, all_tiles
+    args = VARIES, VARIES, VARIES, 0 if bias is None else VARIES, VARIES, VARIES, VARIES, VARIES, *numbers
+    launch = Launch(_mma_kernel(columns, x.dtype), x.device, grid, args)
+
+    def run(x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, *_) -> Tensor:
+        x, y = align(x), jit.empty_like(out)
+        given = [t.data_ptr() for t in (words, offsets, x, bias) if t is not None]
+        _memory, *left = scratch()
+        launch(*given, y.data_ptr(), *left)
+        return y
+
+    return run
+
+
+def _decoding(x: Tensor, words: Tensor, offsets: Tensor, bias, rows: int, value_dtype: torch.dtype) -> Tensor:
+    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
+    return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 
 
 def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ is no multiple of 16, and other dtypes.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch.nn.functional import linear
 from tilepress.formats import int8
 from tilepress.kernels import arch, jit, library, ptx, split_sum
 from tilepress.kernels.arch import HOPPER, Path
-from tilepress.kernels.packed import aligned, multiply_decoded
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import Planned, gathering
+from tilepress.kernels.packed import aligning, multiply_decoded
 from tilepress.kernels.w8a8_gemm import KINDS, check_scales, is_settled
 
 library.define("w8a16_gemm(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
@@ -93,36 +96,47 @@ def _most_rows(device: torch.device) -> int:
     return MOST_ROWS if _uses_wgmma(device) else max(_MMA_BLOCKS)
 
 
-def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _plan(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Callable:
     n, k = weight.shape
     if not _served(x.device, x.dtype, weight_scale.dtype, k) or (bias is not None and bias.dtype not in KINDS):
-        return w8a16_gemm_ref(x, weight, weight_scale, bias)
+        return w8a16_gemm_ref
     if x.shape[-1] != k or weight.dtype != torch.int8:
         raise ValueError(f"{x.dtype} {list(x.shape)} times {weight.dtype} {list(weight.shape)}")
     check_scales(x, weight, (("weight_scale", weight_scale, n),), bias, n)
-    flat, is_ready = x.reshape(-1, k), is_settled(weight)
-    if not weight.is_contiguous() or weight.data_ptr() % 16:
-        weight, is_ready = weight.clone(memory_format=torch.contiguous_format), False
-    scale, bias = weight_scale.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
-    if len(flat) == 0 or n == 0:
-        y = x.new_empty(len(flat), n)
-    elif len(flat) <= _most_rows(x.device):
-        y = _multiply(aligned(flat), weight, scale, bias, is_ready)
-    else:
-        y = _multiply_dequantized(flat, weight, scale, bias)
-    return y.view(*x.shape[:-1], n)
+    m, out = x.numel() // k, jit.like((*x.shape[:-1], n), x.dtype, x.device)
+    if out.numel() == 0:
+        return lambda *_: jit.empty_like(out)
+    scattered = [i for i, t in ((2, weight_scale), (3, bias)) if t is not None and not t.is_contiguous()]
+    # A copy of a weight is not settled.
+    if scattered := scattered + [1] * (not weight.is_contiguous() or weight.data_ptr() % 16 > 0):
+        return gathering(_cuda, scattered)
+    if m > _most_rows(x.device):
+        return lambda *arguments: _multiply_dequantized(*arguments).view(out.shape)
+    return _multiplying(out, x, weight, weight_scale, bias)
 
 
-def _multiply(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_ready: bool) -> Tensor:
-    """`is_ready`: no kernel still writes the weight."""
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    for rows, out in zip(x.split(max(BLOCKS)), y.split(max(BLOCKS)), strict=True):
-        _multiply_some(rows, weight, scale, bias, is_ready, out)
-    return y
+_cuda = Planned(_plan)
 
 
-def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_ready: bool, y: Tensor) -> None:
-    """Rows of x for which there is a kernel, to y."""
+def _multiplying(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callable:
+    """Return what runs the op for arguments like these, by as many launches as there are kernels for their rows."""
+    flat, align = aligning(x)
+    some = [_multiplying_some(rows, weight, scale, bias) for rows in flat.split(max(BLOCKS))]
+    of_x, of_y = (max(BLOCKS) * t.stride(0) * t.itemsize for t in (flat, out.new_empty(0, len(weight))))
+
+    def run(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        x, y, alone = align(x), jit.empty_like(out), not is_settled(weight)
+        numbers = [scale.data_ptr()] if bias is None else [scale.data_ptr(), bias.data_ptr()]
+        matrix, rows, made = weight.data_ptr(), x.data_ptr(), y.data_ptr()
+        for i, launch in enumerate(some):
+            launch(matrix, rows + i * of_x, numbers, made + i * of_y, alone)
+        return y
+
+    return run
+
+
+def _multiplying_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callable:
+    """Return what multiplies rows of x [m, k] for which there is a kernel: given addresses of the weight, x, scale and bias, y; and whether it runs alone."""
     (m, k), n = x.shape, len(weight)
     columns = next(columns for columns in BLOCKS if m <= columns)
     k_blocks = -(-k // _TILE)
@@ -130,23 +144,21 @@ def _multiply_some(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     uses_wgmma = _uses_wgmma(x.device)
     blocks = (BLOCKS if uses_wgmma else _MMA_BLOCKS)[columns] * arch.card(x.device).multiprocessors
     grid = max(1, min(blocks, units // _FEWEST_UNITS))
-    _memory, sums, left, ticket = split_sum.scratch(x.device, grid, 2, _TILE, columns)
-    numbers = (
-        scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        _kinds(scale, bias),
-        y.data_ptr(),
-        sums,
-        left,
-        ticket,
-    )
+    scratch = split_sum.scratch(x.device, grid, 2, _TILE, columns)
+    args = VARIES, VARIES, VARIES, 0 if bias is None else VARIES, _kinds(scale, bias), *(VARIES,) * 4
     if uses_wgmma:
-        maps = jit.tensor_map(weight, _TILE, 128), jit.tensor_map(x, columns, 64)
-        _kernel(columns, x.dtype)(x.device, grid, *maps, *numbers, m, n, k_blocks, units, alone=not is_ready)
+        of_weight = jit.TensorMaps(weight, _TILE, 128).__getitem__
+        of_x = jit.TensorMaps(x, columns, 64).__getitem__
+        launch = Launch(_kernel(columns, x.dtype), x.device, grid, (*args, m, n, k_blocks, units))
     else:
-        matrices = weight.data_ptr(), x.data_ptr()
-        sizes = m, n, k, x.stride(0), k_blocks, units
-        _mma_kernel(columns, x.dtype)(x.device, grid, *matrices, *numbers, *sizes, alone=not is_ready)
+        of_weight = of_x = int  # addresses as they are
+        launch = Launch(_mma_kernel(columns, x.dtype), x.device, grid, (*args, m, n, k, x.stride(0), k_blocks, units))
+
+    def run(weight: int, x: int, numbers: list[int], y: int, alone: bool) -> None:
+        _memory, *left = scratch()
+        launch(of_weight(weight), of_x(x), *numbers, y, *left, alone=alone)
+
+    return run
 
 
 def _kinds(scale: Tensor, bias: Tensor | None) -> int:
@@ -155,6 +167,7 @@ def _kinds(scale: Tensor, bias: Tensor | None) -> int:
 
 def _multiply_dequantized(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     k = weight.shape[1]
+    x = x.reshape(-1, k)
 
     def decode(_tiles: slice, first: int, last: int) -> Tensor:
         rows = last - first

@@ -10,18 +10,18 @@ import functools
 import json
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tilepress.formats import TilepressError
 from tilepress.kernels import arch, jit, library, ptx
 from tilepress.kernels.arch import HOPPER, Path
-from tilepress.kernels.once import Once
+from tilepress.kernels.jit import VARIES, Launch
+from tilepress.kernels.once import OfTensors, Planned, gathering
 
 library.define(
     "w8a8_gemm(Tensor x, Tensor x_scale, Tensor? x_zero_point, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) "
@@ -178,53 +178,50 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
     return chosen
 
 
-@dataclass
-class _Known:
-    """Facts about a weight: the versions that it had when it was last multiplied with, and when its rows were summed
-    up.
-    """
-
-    multiplied: int | None = None
-    summed: int | None = None
-    sums: Tensor | None = None  # int32 [n]; stays where it is, as graphs know it
+# Of each tensor that is a weight or has views that are, by address and shape: the version that was last multiplied.
+_MULTIPLIED: OfTensors[dict[tuple[int, torch.Size], int]] = OfTensors()
+# Of the same, rows' sums int32 [n], which stay where they are, as graphs know them, and the version that they are of.
+_SUMS: OfTensors[dict[tuple[int, torch.Size], tuple[int, Tensor]]] = OfTensors()
 
 
-# Dicts by address and shape, of each tensor that is a weight or has views that are.
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def _of_owner(facts: OfTensors, weight: Tensor) -> dict:
+    """Return what is kept of a weight's owner, which views come and go over."""
+    owner = weight._base
+    owner = weight if owner is None else owner
+    kept = facts.get(owner)
+    if kept is None:
+        facts.keep(owner, kept := {})
+    return kept
 
 
-def _known(weight: Tensor) -> tuple[_Known, int]:
-    """Return what is known of a weight, and its version now."""
-    of_owner = _KNOWN.setdefault(weight if weight._base is None else weight._base, {})
-    return of_owner.setdefault(
-        (weight.data_ptr(), weight.shape), _Known()
-    ), 0 if weight.is_inference() else weight._version
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def is_settled(weight: Tensor) -> bool:
     """Return whether the weight was multiplied with before as it is: no earlier kernel still writes it, and it may be read before they have ended."""
-    known, version = _known(weight)
-    was, known.multiplied = known.multiplied, version
+    known, key, version = _of_owner(_MULTIPLIED, weight), (weight.data_ptr(), weight.shape), _version(weight)
+    was, known[key] = known.get(key), version
     return was == version
 
 
 def row_sums(weight: Tensor) -> Tensor:
     """int32 [n], made once for a weight as it is."""
-    known, version = _known(weight)
-    if known.summed != version:
+    of_owner, key, version = _of_owner(_SUMS, weight), (weight.data_ptr(), weight.shape), _version(weight)
+    summed, sums = of_owner.get(key, (None, None))
+    if summed != version:
         if torch.cuda.is_current_stream_capturing():
             raise TilepressError(
                 "an INT8 layer is first used inside a CUDA graph", "run the model once before capturing"
             )
-        sums = weight.sum(1, dtype=torch.int32)
-        known.sums = sums if known.sums is None else known.sums.copy_(sums)
-        known.summed = version
+        made = weight.sum(1, dtype=torch.int32)
+        sums = made if sums is None else sums.copy_(made)
+        of_owner[key] = version, sums
         if weight.is_cuda:
             torch.cuda.current_stream(weight.device).synchronize()  # other streams may be next
-    return known.sums
+    return sums
 
 
-@Once
 def _looked_at(
     x: Tensor,
     x_scale: Tensor,
@@ -250,7 +247,7 @@ def _looked_at(
     return True, x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
 
 
-def _cuda(
+def _plan(
     x: Tensor,
     x_scale: Tensor,
     x_zero_point: Tensor | None,
@@ -258,24 +255,27 @@ def _cuda(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    fits, is_aligned = _looked_at(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
+) -> Callable:
+    arguments = x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype
+    fits, is_aligned = _looked_at(*arguments)
     if not fits:
-        return w8a8_gemm_ref(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
-    n, k = weight.shape
-    flat = x.reshape(-1, k).contiguous()
-    m = flat.shape[0]
-    if m == 0 or n == 0:
-        return torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
-    chosen = None
-    if is_aligned and uses_wgmma(x.device, n, k):
-        chosen = configuration_for(m, n, k)
-    y = multiply(chosen, flat, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype)
-    return y.view(*x.shape[:-1], n)
+        return w8a8_gemm_ref
+    (n, k), out = weight.shape, jit.like((*x.shape[:-1], len(weight)), out_dtype, x.device)
+    if out.numel() == 0:
+        return lambda *_: jit.empty_like(out)
+    # A copy of a weight is not settled.
+    if scattered := [i for i in jit.tensors_of(arguments) if not arguments[i].is_contiguous()]:
+        return gathering(_cuda, scattered)
+    m, wgmma = x.numel() // k, is_aligned and uses_wgmma(x.device, n, k)
+    return multiplying(configuration_for(m, n, k) if wgmma else None, out, *arguments)
 
 
-def multiply(
+_cuda = Planned(_plan)
+
+
+def multiplying(
     chosen: Configuration | None,
+    out: Tensor,
     x: Tensor,
     x_scale: Tensor,
     x_zero_point: Tensor | None,
@@ -283,40 +283,36 @@ def multiply(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """The op on a card for x [m, k], contiguous: by the kernel for sm_90 as `chosen`, or None: by the one for sm_80."""
-    (m, k), n = x.shape, len(weight)
-    y = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    sums = None if x_zero_point is None else row_sums(weight)
-    is_ready, weight = is_settled(weight) and weight.is_contiguous(), weight.contiguous()  # or a kernel still writes it
-    x_scale, weight_scale = x_scale.contiguous(), weight_scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
+) -> Callable:
+    """Return what runs the op for contiguous arguments like these, its result like `out`: by the kernel for sm_90 as `chosen`, or None: by the one for
+    sm_80."""
+    (n, k), m = weight.shape, x.numel() // weight.shape[1]
     kinds = KINDS[x_scale.dtype] | KINDS[weight_scale.dtype] << 4 | (0 if bias is None else KINDS[bias.dtype] << 8)
     kinds |= (x_scale.numel() > 1) << 12 | (weight_scale.numel() > 1) << 16
-    arguments = (
-        x_scale.data_ptr(),
-        weight_scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if x_zero_point is None else x_zero_point.data_ptr(),
-        0 if sums is None else sums.data_ptr(),
-        kinds,
-        y.data_ptr(),
-        m,
-        n,
-        k,
-    )
+    optional = [0 if t is None else VARIES for t in (bias, x_zero_point, x_zero_point)]
+    args = VARIES, VARIES, VARIES, VARIES, *optional, kinds, VARIES, m, n, k
     if chosen is not None:
-        maps = (
-            jit.tensor_map(weight, 64 if chosen.halves else 64 * chosen.groups, 128),
-            jit.tensor_map(x, chosen.tokens, 128),
-        )
+        of_weight = jit.TensorMaps(weight, 64 if chosen.halves else 64 * chosen.groups, 128).__getitem__
+        of_x = jit.TensorMaps(x.view(m, k), chosen.tokens, 128).__getitem__
         grid = chosen.grid(m, n, arch.card(x.device).multiprocessors)
-        _kernel(chosen, out_dtype)(x.device, grid, *maps, *arguments, chosen.together, alone=not is_ready)
+        launch = Launch(_kernel(chosen, out_dtype), x.device, grid, (*args, chosen.together))
     else:
+        of_weight = of_x = int  # addresses as they are
         vectors = k % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-        grid = -(-n // 64) * -(-m // 64)
-        _mma_kernel(out_dtype)(x.device, grid, weight.data_ptr(), x.data_ptr(), *arguments, int(vectors))
-    return y
+        launch = Launch(_mma_kernel(out_dtype), x.device, -(-n // 64) * -(-m // 64), (*args, int(vectors)))
+
+    def run(x, x_scale, x_zero_point, weight, weight_scale, bias, _) -> Tensor:
+        y = jit.empty_like(out)
+        numbers = [x_scale.data_ptr(), weight_scale.data_ptr()]
+        if bias is not None:
+            numbers.append(bias.data_ptr())
+        if x_zero_point is not None:
+            numbers += x_zero_point.data_ptr(), row_sums(weight).data_ptr()
+        matrices = of_weight(weight.data_ptr()), of_x(x.data_ptr())
+        launch(*matrices, *numbers, y.data_ptr(), alone=not is_settled(weight))
+        return y
+
+    return run
 
 
 def check_scales(
