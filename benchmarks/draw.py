@@ -13,9 +13,9 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def rows(name: str, **wanted) -> list[dict]:
-    """Rows of a result whose fields have these values."""
+    """Rows of a result whose fields have these values, overlapped ones where kernels were timed cold too."""
     found = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
+    return [row for row in found if not row.get("cold") and all(row.get(key) == value for key, value in wanted.items())]
 
 
 def plot(series: Series, across: str, up: str, line: float | None = None, joined: bool = True) -> str:

@@ -88,6 +88,53 @@ def test_reading_compiles_for_both_architectures():
         assert "0 bytes spill stores" in log and int(re.search(r"Used (\d+)", log)[1]) <= 64
 
 
+def test_cold_is_behind_a_kernel_that_reads_whose_time_is_taken_off(monkeypatch):
+    ran, guesses = [], []
+
+    def graph_of(launch, copies, guess_us):
+        guesses.append(guess_us)
+        first = len(ran)
+        for i in range(copies):
+            launch(i)
+        return ran[first:], copies
+
+    def replays(graph, most, most_us):
+        us = {"read": 80.0, 0: 7.0, 1: 9.0}
+        return [sum(us[name] for name in graph) + noise for noise in (0.0, 0.5, 0.25)]
+
+    monkeypatch.setattr(torch, "ones", lambda nbytes, **_: range(nbytes))
+    monkeypatch.setattr(read_bandwidth, "read", lambda memory: ran.append("read") or len(memory) == 256 << 20 or 1 / 0)
+    monkeypatch.setattr(kernels, "_graph_of", graph_of)
+    monkeypatch.setattr(kernels, "_replays", replays)
+    us, spread = kernels.cold_us(ran.append, 2, 5.0)
+    assert ran == ["read", 0, "read", 1, "read", "read"] and guesses[0] == guesses[1] > 50
+    assert us == 8.0 and 0 < spread < 0.05
+
+
+def test_each_product_has_a_row_for_each_way(monkeypatch):
+    monkeypatch.setattr(kernels, "WAYS", {False: lambda *work: (work[0], 0.1), True: lambda *work: (work[1], 0.2)})
+    rows = list(kernels.timed_rows({"op": "spmm"}, (2.0, 4.0, 9.0), {False: 3.0, True: 4.0}, 8000, 2.0))
+    same = {"op": "spmm"}
+    assert rows == [
+        same
+        | {"cold": False, "us": 2.0, "us_spread": 0.1, "us_dense": 3.0, "speedup": 1.5, "gbps": 4.0}
+        | {"share_of_read": 2.0},
+        same
+        | {"cold": True, "us": 4.0, "us_spread": 0.2, "us_dense": 4.0, "speedup": 1.0, "gbps": 2.0}
+        | {"share_of_read": 1.0},
+    ]
+
+
+def test_tables_say_which_rows_are_cold():
+    times = {"us": 2.0, "us_dense": 3.0, "speedup": 1.5, "share_of_read": 0.5}
+    sparse = {"op": "spmm", "M": 8, "K": 8, "N": 1, "sparsity": 0.5, "layout": "tiled-csl", "value_dtype": "bf16"}
+    int8 = {"op": "w8a8_gemm", "N": 8, "K": 8, "M": 1, "dtype": "bfloat16", "tops": 1.0}
+    for row in (sparse | {"rel_err": 0.0}, int8):
+        rows = [row | times | {"cold": cold} for cold in (False, True)]
+        text = kernels_text({"env": {"card": "card", "torch": "2"}, "read_gbps": 4000.0, "rows": rows})
+        assert [word in line for line in text.splitlines()[-2:] for word in ("overlapped", "cold")] == [1, 0, 0, 1]
+
+
 @pytest.mark.gpu
 def test_rows_of_a_small_run():
     if not HAS_WGMMA:
@@ -95,8 +142,10 @@ def test_rows_of_a_small_run():
     cases = [(1024, 2048)], [1, 16, 4096], [0.8], [torch.bfloat16], lambda _: None
     found = json.loads(json.dumps(kernels.spmm(list(kernels.LAYOUTS), *cases)))
     assert found["env"].keys() == {"card", "driver", "cuda", "torch", "commit"} and 500 < found["read_gbps"] < 10_000
-    assert [row["N"] for row in found["rows"]] == 3 * [1, 16, 4096]
-    stored = [(row["layout"], row["value_dtype"], row["dtype"]) for row in found["rows"][::3]]
+    assert [(row["N"], row["cold"]) for row in found["rows"]] == 3 * list(
+        itertools.product((1, 16, 4096), (False, True))
+    )
+    stored = [(row["layout"], row["value_dtype"], row["dtype"]) for row in found["rows"][::6]]
     assert stored == [
         (*kind, "bf16") for kind in (("tiled-csl", "bf16"), ("tiled-bitmap", "bf16"), ("tiled-bitmap", "int8"))
     ]
@@ -112,8 +161,8 @@ def test_rows_of_a_small_run():
 @pytest.mark.gpu
 def test_rows_of_a_small_run_of_int8():
     found = int8_kernels.gemm([(1024, 2048)], [1, 100], [torch.bfloat16], lambda _: None)
-    cases = [(row["M"], row["op"]) for row in found["rows"]]
-    assert cases == list(itertools.product((1, 100), ("w8a8_gemm", "w8a16_gemm")))
+    cases = [(row["M"], row["op"], row["cold"]) for row in found["rows"]]
+    assert cases == list(itertools.product((1, 100), ("w8a8_gemm", "w8a16_gemm"), (False, True)))
     for row in found["rows"]:
         assert row["speedup"] == pytest.approx(row["us_dense"] / row["us"]) and "on cuda" in row["path"]
     assert "w8a16_gemm" in kernels_text(found)

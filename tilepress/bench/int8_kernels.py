@@ -21,6 +21,7 @@ from tilepress.bench.kernels import (
     read_gbps,
     sustained_us,
     time_us,
+    timed_rows,
 )
 from tilepress.formats import TilepressError, UsageError, dtype_name, int8
 from tilepress.kernels import fused_quant, jit, w8a8_gemm, w8a16_gemm
@@ -60,16 +61,20 @@ def gemm(shapes, columns, dtypes, progress: Callable[[str], None]) -> dict:
             progress(f"W8A8 and W8A16, {dtype_name(dtype)}, {n} x {k}, M = {m}")
             x = torch.randn(m, k, device="cuda", dtype=dtype)
             us_dense = dense_us(x, dense)
-            for row in (_w8a8_row(m, weights, scale, dtype), _w8a16_row(x, weights, scale)):
+            for row, work, nbytes in (_w8a8_row(m, weights, scale, dtype), _w8a16_row(x, weights, scale)):
                 row = {"M": m, "N": n, "K": k, "w_scale": "channel"} | row
-                row |= {"us_dense": us_dense, "speedup": us_dense / row["us"], "share_of_read": row["gbps"] / bandwidth}
-                if "us_sustained" in row:
-                    row["us_dense_sustained"] = sustained_us(*dense_work(x, dense)[1])
-                rows.append(row)
+                made = list(timed_rows(row, work, us_dense, nbytes, bandwidth))
+                for one in made:
+                    one["tops"] = 2 * m * n * k / one["us"] / 1e6
+                if m >= _LARGE and row["op"] == "w8a8_gemm":
+                    made[0]["us_sustained"] = sustained_us(*work)
+                    made[0]["us_dense_sustained"] = sustained_us(*dense_work(x, dense)[1])
+                rows += made
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
-def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) -> dict:
+def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) -> tuple[dict, tuple, int]:
+    """Return what a row says of a product, which is checked here, the arguments of `time_us`, and the bytes that it has to move."""
     n, k = weights[0].shape
     codes, x_scale = _quantized(m, k)
 
@@ -79,23 +84,19 @@ def _w8a8_row(m: int, weights: list[Tensor], scale: Tensor, dtype: torch.dtype) 
     expected = w8a8_gemm.w8a8_gemm_ref(codes, x_scale, None, weights[0], scale, None, dtype)
     if not torch.equal(launch(0), expected):
         raise TilepressError(f"W8A8, {n} x {k}, M = {m}: {int((launch(0) != expected).sum())} elements are wrong")
-    work = launch, len(weights), n * k / 4e6 + m * n * k / 5e8
-    us, spread = time_us(*work)
     is_wgmma = w8a8_gemm.uses_wgmma(codes.device, n, k)
-    return ({"us_sustained": sustained_us(*work)} if m >= _LARGE else {}) | {
+    row = {
         "op": "w8a8_gemm",
         "dtype": dtype_name(dtype),
         "x_scale": "token",
-        "us": us,
-        "us_spread": spread,
-        "tops": 2 * m * n * k / us / 1e6,
-        "gbps": (n * k + m * k + 2 * m * n) / us / 1000,
         "configuration": list(astuple(w8a8_gemm.configuration_for(m, n, k))) if is_wgmma else None,
         "path": str(w8a8_gemm.path(codes.device, dtype, dtype, n, k)),
     }
+    return row, (launch, len(weights), n * k / 4e6 + m * n * k / 5e8), n * k + m * k + 2 * m * n
 
 
-def _w8a16_row(x: Tensor, weights: list[Tensor], scale: Tensor) -> dict:
+def _w8a16_row(x: Tensor, weights: list[Tensor], scale: Tensor) -> tuple[dict, tuple, int]:
+    """The same of W8A16."""
     (m, k), n = x.shape, len(weights[0])
 
     def launch(i: int) -> Tensor:
@@ -105,17 +106,13 @@ def _w8a16_row(x: Tensor, weights: list[Tensor], scale: Tensor) -> dict:
     error = float((launch(0)[:_CHECKED].double() - expected).norm() / expected.norm())
     if not error < ERROR[x.dtype]:
         raise TilepressError(f"W8A16, {n} x {k}, M = {m}: the relative error is {error}")
-    us, spread = time_us(launch, len(weights), n * k / 4e6 + m * n * k / 2e8)
-    return {
+    row = {
         "op": "w8a16_gemm",
         "dtype": dtype_name(x.dtype),
-        "us": us,
-        "us_spread": spread,
-        "tops": 2 * m * n * k / us / 1e6,
-        "gbps": (n * k + 2 * m * k + 2 * m * n) / us / 1000,
         "rel_err": error,
         "path": str(w8a16_gemm.path(x.device, x.dtype, x.dtype, k, m)),
     }
+    return row, (launch, len(weights), n * k / 4e6 + m * n * k / 2e8), n * k + 2 * m * k + 2 * m * n
 
 
 def _fused_cases(tokens: int, hidden: int, dtype: torch.dtype):

@@ -1,5 +1,9 @@
 """Benchmarks of the CUDA kernels, as `tilepress eval kernels` runs them: CUDA graphs of many launches, whose weights rotate through more
-than twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run."""
+than twice the L2 cache; each kernel is checked against float64 before it is timed, and compared with the better of two cuBLAS calls of the same run.
+
+Products are timed in two ways. Overlapped, each launch follows the one before: the next weight's first bytes are read while the last one's blocks end,
+which flatters small weights. Cold, each follows a kernel that reads _COLD_BYTES, as much as other layers of a model would, and whose own time is taken
+off: nothing of it is in a cache, and nothing of its kind runs beside it."""
 
 import itertools
 import math
@@ -7,7 +11,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +35,8 @@ _GRAPH_US = 2000  # of work in a graph, at least
 _MOST_US = 12_000  # of all replays, where five are not longer: after that a card that multiplies large matrices lowers its clocks
 _LONG_US, _REST_S = 10, 0.05  # a launch so long finds a card that has rested: what ran before does not count
 _SUSTAINED_US = 250_000
+_COLD_BYTES = 256 << 20  # that are read between two launches: several times the L2 cache
+_COLD_US = 90.0  # that reading them takes, about
 
 
 def time_us(
@@ -43,6 +49,29 @@ def time_us(
     times = [us / count for us in _replays(graph, replays, _MOST_US)]
     quarters = statistics.quantiles(times, n=4)
     return (median := statistics.median(times)), (quarters[2] - quarters[0]) / median
+
+
+def cold_us(
+    launch: Callable[[int], object], copies: int, guess_us: float, replays: int = _REPLAYS
+) -> tuple[float, float]:
+    """The same behind a kernel that has just read _COLD_BYTES, less the time of that kernel alone."""
+    memory = torch.ones(_COLD_BYTES, dtype=torch.uint8, device="cuda")
+
+    def behind(i: int) -> None:
+        read_bandwidth.read(memory)
+        launch(i)
+
+    guess_us += _COLD_US
+    both, count = _graph_of(behind, copies, guess_us)
+    alone, _ = _graph_of(lambda _: read_bandwidth.read(memory), copies, guess_us)
+    most_us = _MOST_US * guess_us / (guess_us - _COLD_US)
+    reading = statistics.median(_replays(alone, replays, most_us))
+    times = [(us - reading) / count for us in _replays(both, replays, most_us)]
+    quarters = statistics.quantiles(times, n=4)
+    return (median := statistics.median(times)), (quarters[2] - quarters[0]) / median
+
+
+WAYS = {False: time_us, True: cold_us}  # to time a product, by whether it is cold
 
 
 def sustained_us(launch: Callable[[int], object], copies: int, guess_us: float) -> float:
@@ -124,9 +153,25 @@ def sparse_weight(rows: int, cols: int, sparsity: float, dtype: torch.dtype) -> 
     return weight.masked_fill_(torch.rand(rows, cols, generator=generator, device="cuda") < sparsity, 0.0)
 
 
-def dense_us(x: Tensor, weight: Tensor) -> float:
-    """The better of torch.matmul and F.linear."""
-    return min(time_us(*work)[0] for work in dense_work(x, weight))
+def dense_us(x: Tensor, weight: Tensor) -> dict[bool, float]:
+    """The better of torch.matmul and F.linear, in each of WAYS."""
+    works = dense_work(x, weight)
+    return {cold: min(timed(*work)[0] for work in works) for cold, timed in WAYS.items()}
+
+
+def timed_rows(row: dict, work: tuple, us_dense: dict[bool, float], nbytes: int, bandwidth: float) -> Iterator[dict]:
+    """Yield a row for each of WAYS: what `row` says of a product, and the times of its `work`, which are arguments of `time_us`, beside the dense ones."""
+    for cold, timed in WAYS.items():
+        us, spread = timed(*work)
+        gbps = nbytes / us / 1000
+        times = {
+            "cold": cold,
+            "us": us,
+            "us_spread": spread,
+            "us_dense": us_dense[cold],
+            "speedup": us_dense[cold] / us,
+        }
+        yield row | times | {"gbps": gbps, "share_of_read": gbps / bandwidth}
 
 
 def dense_work(x: Tensor, weight: Tensor) -> list[tuple[Callable[[int], object], int, float]]:
@@ -172,9 +217,9 @@ def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str],
             packed = LAYOUTS[layout](sparse_weight(m, k, sparsity, dtype))
             for n, x in xs.items():
                 progress(f"{layout}, {dtype_name(dtype)}, {m} x {k}, N = {n}, {sparsity:.0%}")
-                row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity}
-                rows.append(row | _spmm_row(x, packed, dense[n]))
-                rows[-1]["share_of_read"] = rows[-1]["gbps"] / bandwidth
+                row, work = _spmm_row(x, packed, dense[n][False])
+                row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity} | row
+                rows += timed_rows(row, work, dense[n], row["bytes"], bandwidth)
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
@@ -186,7 +231,8 @@ def pack_int8(weight: Tensor) -> tiled_bitmap.TiledBitmap:
 LAYOUTS = {"tiled-csl": tiled_csl.pack, "tiled-bitmap": tiled_bitmap.pack, "tiled-bitmap-int8": pack_int8}
 
 
-def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dict:
+def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, guess_us: float) -> tuple[dict, tuple]:
+    """Return what a row says of a product, which is checked here, and the arguments of `time_us`."""
     copies = copies_of(packed.words.nbytes)
     layers = [packed_linear(_copy(packed)) for _ in range(copies)]
 
@@ -199,22 +245,16 @@ def _spmm_row(x: Tensor, packed: TiledCSL | TiledBitmap, us_dense: float) -> dic
     error = _error(launch(0), x, _multiplied(packed, rounded=path.decodes))
     stored = (packed.words, packed.offsets, getattr(packed, "scale", None), x)
     nbytes = sum(t.nbytes for t in stored if t is not None) + x.shape[0] * packed.rows * x.element_size()
-    us, spread = time_us(launch, copies, us_dense)
     return {
         "layout": packed.layout_name,
         "value_dtype": _SHORT[packed.dtype],
         "dtype": _SHORT[x.dtype],
         **({"group": packed.group} if hasattr(packed, "group") else {}),
-        "us": us,
-        "us_spread": spread,
-        "us_dense": us_dense,
-        "speedup": us_dense / us,
         "bytes": nbytes,
         "of_dense": packed.words.nbytes / (packed.rows * packed.cols * x.element_size()),
-        "gbps": nbytes / us / 1000,
         "rel_err": error,
         "path": str(path),
-    }
+    }, (launch, copies, guess_us)
 
 
 def _copy(packed: TiledCSL | TiledBitmap) -> TiledCSL | TiledBitmap:

@@ -60,7 +60,9 @@ def kernels(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the CUDA kernels on this card, each checked first, against cuBLAS, PyTorch's attention or eager PyTorch, and the memory's read bandwidth."""
+    """Time the CUDA kernels on this card, each checked first, against cuBLAS, PyTorch's attention or eager PyTorch, and the memory's read bandwidth.
+
+    Products are timed overlapped, each launch behind the one before, and cold, each behind a kernel that has just read 256 MB, as between a model's layers."""
     from tilepress.bench import attention, int8_kernels, kernels as bench
 
     if what not in SHAPES:
@@ -108,6 +110,7 @@ def kernels_text(found: dict) -> str:
             "zeros",
             "layout",
             "values",
+            "caches",
             "us",
             "cuBLAS us",
             "times as fast",
@@ -121,6 +124,7 @@ def kernels_text(found: dict) -> str:
                 f"{row['sparsity']:.0%}",
                 row["layout"],
                 row["value_dtype"],
+                _caches(row),
                 *_times(row),
                 f"{row['share_of_read']:.0%}",
                 f"{row['rel_err']:.0e}",
@@ -134,13 +138,14 @@ def kernels_text(found: dict) -> str:
             for row in rows
         ]
     else:
-        head = ["op", "N x K", "M", "dtype", "us", "cuBLAS us", "times as fast", "TOPS", "of read bandwidth"]
+        head = ["op", "N x K", "M", "dtype", "caches", "us", "cuBLAS us", "times as fast", "TOPS", "of read bandwidth"]
         cells = [
             [
                 row["op"],
                 f"{row['N']} x {row['K']}",
                 str(row["M"]),
                 row["dtype"],
+                _caches(row),
                 *_times(row),
                 f"{row['tops']:.0f}",
                 f"{row['share_of_read']:.0%}",
@@ -182,6 +187,10 @@ def _attention_text(title: str, rows: list[dict]) -> str:
         names += ["us", "eager us", "floor us", "allowed us"]
         tables.append(table("RoPE and append, a token of each", names, fronts))
     return "\n\n".join(tables)
+
+
+def _caches(row: dict) -> str:
+    return "cold" if row["cold"] else "overlapped"
 
 
 def _times(row: dict) -> list[str]:
