@@ -270,8 +270,9 @@ def test_a_launch_costs_the_host_less_than_6_us():
 
 @pytest.mark.gpu
 def test_tensor_maps_are_kept():
-    x = torch.zeros(16, 64, dtype=torch.float16, device="cuda")
-    assert jit.tensor_map(x, 8, 64) is jit.tensor_map(x, 8, 64) is not jit.tensor_map(x, 16, 64)
+    x, y = (torch.zeros(16, 64, dtype=torch.float16, device="cuda") for _ in range(2))
+    maps = jit.TensorMaps(x, 8, 64)
+    assert maps[x.data_ptr()] is maps[x.data_ptr()] is not maps[y.data_ptr()]
 
 
 @pytest.mark.gpu

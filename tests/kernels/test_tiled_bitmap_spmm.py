@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cards import HOPPER, pretend
 from support.kernel_costs import cost
+from support.stub_card import kept
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.int8 import quantize, weight_scale
@@ -202,18 +203,16 @@ def test_what_the_kernel_knows_of_its_runs(blocks):
 @pytest.mark.parametrize("n,columns,walks", [(3, 8, 1), (16, 16, 1), (64, 64, 1), (100, 128, 1), (1500, 128, 12)])
 def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
     """Without a card: sizes and addresses of one launch."""
-    seen = []
     pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
+    seen = kept(monkeypatch, tiled_bitmap_spmm)
     monkeypatch.setattr(tiled_bitmap_spmm, "_planned", tiled_bitmap_spmm._planned.__wrapped__)
-    monkeypatch.setattr(
-        tiled_bitmap_spmm, "_kernel", lambda chosen, shared: lambda *a: seen.append((chosen, shared, *a))
-    )
+    monkeypatch.setattr(tiled_bitmap_spmm, "_kernel", lambda *chosen: chosen)
     args, _ = arguments(20000, 1003, (1,), 0.8, (torch.float16, True, 2))
     words, offsets, scale, bias, rows, dtype, group = args[1:]
     packed, x = TiledBitmap(words, offsets, rows, 1003, dtype, group, scale), torch.zeros(n, 1008, dtype=torch.float16)
-    y = tiled_bitmap_spmm._multiply(x, packed, bias)
-    ((chosen, shared, device, grid, *addresses, n_, m, k_blocks, units, tiles, walks_, tile_bytes, slots, waits),) = (
+    run = tiled_bitmap_spmm._multiplying(jit.like((n, rows), x.dtype, x.device), x, packed, bias)
+    y = run(x, words, offsets, scale, bias)
+    (((chosen, shared), device, grid, *addresses, n_, m, k_blocks, units, tiles, walks_, tile_bytes, slots, waits),) = (
         seen
     )
     facts = tiled_bitmap_spmm._facts_of(words, offsets, 132)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cards import H200_BLOCKS, HOPPER, pretend
 from support.kernel_costs import cost
+from support.stub_card import kept
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
 from tilepress.kernels import arch, jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_spmm
@@ -247,14 +248,14 @@ def test_arguments_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("n,columns,passes", [(3, 8, 1), (64, 64, 1), (100, 128, 1), (1500, 256, 6)])
 def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     """Without a card: sizes and addresses of one launch."""
-    seen = []
     pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(jit, "tensor_map", lambda x, rows, cols: (x.data_ptr(), tuple(x.shape), rows, cols))
+    seen = kept(monkeypatch, tiled_csl_spmm)
     monkeypatch.setattr(tiled_csl_spmm, "_planned", tiled_csl_spmm._planned.__wrapped__)
-    monkeypatch.setattr(tiled_csl_spmm, "_kernel", lambda chosen, grid: lambda *args: seen.append((chosen, *args)))
+    monkeypatch.setattr(tiled_csl_spmm, "_kernel", lambda chosen, grid: chosen)
     (_, words, offsets, bias, rows, dtype), _ = arguments(20000, 1003, (1,), 0.8, torch.float16)
     x, packed = torch.zeros(n, 1008, dtype=dtype), TiledCSL(words, offsets, rows, 1003, dtype)
-    y = tiled_csl_spmm._multiply(x, packed, bias)
+    run = tiled_csl_spmm._multiplying(jit.like((n, rows), dtype, x.device), x, packed, bias)
+    y = run(x, words, offsets, bias)
     cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
     ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, all_tiles, successors_wait),) = seen
     assert successors_wait is True

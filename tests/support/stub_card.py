@@ -22,6 +22,7 @@ from tilepress.kernels import (
     w8a8_gemm,
     w8a16_gemm,
 )
+from tilepress.kernels.once import forget_plans
 
 
 def _on_card() -> dict:
@@ -73,8 +74,7 @@ def stubbed(monkeypatch, launch=None) -> Iterator[None]:
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000, raising=False)
-    for run in on_card.values():
-        run._local.__dict__.clear()  # plans of another driver
+    forget_plans()
     ours = torch.library.Library("tilepress", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that references are overridden
@@ -84,8 +84,7 @@ def stubbed(monkeypatch, launch=None) -> Iterator[None]:
         yield
     finally:
         ours._destroy()
-        for run in on_card.values():
-            run._local.__dict__.clear()
+        forget_plans()
 
 
 @contextlib.contextmanager
@@ -110,3 +109,28 @@ def recorded(monkeypatch) -> Iterator[list[tuple[bool, dict[str, int]]]]:
     with stubbed(monkeypatch, launch):
         monkeypatch.setattr(jit.Kernel, "_load", load)
         yield seen
+
+
+def kept(monkeypatch, module) -> list[tuple]:
+    """Have a module's launches kept, in place of made: kernel, device, grid, arguments; of a tensor map what it is of."""
+    seen = []
+
+    class Launch:
+        def __init__(self, kernel, device, grid, args):
+            self.what = kernel, device, grid, args
+
+        def __call__(self, *given, alone=False):
+            (*first, args), rest = self.what, iter(given)
+            seen.append((*first, *(next(rest) if arg is jit.VARIES else arg for arg in args)))
+            assert next(rest, None) is None
+
+    class TensorMaps:
+        def __init__(self, matrix, *box):
+            self.what = tuple(matrix.shape), *box
+
+        def __getitem__(self, address):
+            return address, *self.what
+
+    monkeypatch.setattr(module, "Launch", Launch)
+    monkeypatch.setattr(jit, "TensorMaps", TensorMaps)
+    return seen

@@ -11,6 +11,15 @@ _MOST = 4096  # kinds of arguments that a thread keeps
 Fact = TypeVar("Fact")
 
 
+_ops: "weakref.WeakSet[Planned]" = weakref.WeakSet()
+
+
+def forget_plans() -> None:
+    """Forget this thread's plans of all ops: for who changes what they were made of."""
+    for op in _ops:
+        op._local.__dict__.clear()
+
+
 class Planned:
     """An op on a card. `plan(*arguments)` checks them, chooses, and returns what runs the op for all arguments that are alike: tensors in all but their
     numbers and addresses, everything else equal. It must ask for nothing more; of addresses it may ask for their remainder by 128. What it raises is raised
@@ -18,6 +27,7 @@ class Planned:
 
     def __init__(self, plan: Callable[..., Callable]):
         self._plan, self._local = plan, threading.local()
+        _ops.add(self)
 
     def __call__(self, *arguments):
         kind = tuple(
