@@ -271,6 +271,25 @@ def test_vllm_takes_exceptions_of_whole_products_alone():
         assert (findings == []) if message is None else any(message in finding for finding in findings), findings
 
 
+def test_an_int8_head_is_a_target_and_not_ignored():
+    _, tensors, *rest = artifact()
+    tensors |= {"lm_head.weight": ("I8", (8, 4)), "lm_head.weight_scale": ("BF16", (8, 1))}
+    paths = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    for ignore, named, message in (
+        ([], paths, None),
+        ([], [], "targets do not name it"),
+        (["lm_head"], paths, "lm_head is quantized but in"),
+    ):
+        config = DYNAMIC.quantization_config(ignore, named)
+        assert config["config_groups"]["group_0"]["targets"] == ["Linear", *(["lm_head"] if named else [])]
+        assert scheme_of(config) == DYNAMIC
+        findings, notes = vllm_findings(config, tensors, *rest)
+        assert (findings == []) if message is None else any(message in finding for finding in findings), findings
+        assert "INT8 output head" in "".join(notes)
+    mixed = Int8Scheme("channel", "tensor", frozenset(["lm_head"]))
+    assert scheme_of(mixed.quantization_config([], paths)) == mixed
+
+
 @pytest.mark.parametrize("weights,activations", [("tensor", "none"), ("channel", "tensor-dynamic")])
 def test_schemes_without_a_vllm_kernel_are_noted(weights, activations):
     findings, notes = vllm_findings(*artifact(Int8Scheme(weights, activations)))

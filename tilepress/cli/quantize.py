@@ -86,6 +86,14 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8",
+            help="Quantize the output head too, for models that do not tie it to the embedding.  [default: 16 bits]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,
@@ -121,7 +129,7 @@ def quantize(
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
     share, text = None if dynamic is None else parse_share(dynamic), None
     settings = weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding, share
-    recipe = tilepress.Quantize(*settings, keep=None if keep is None else parse_share(keep))
+    recipe = tilepress.Quantize(*settings, keep=None if keep is None else parse_share(keep), head=head)
     if recipe.needs_text or dataset is not None:
         text = reading(dataset, nsamples, seqlen, seed, bos)
     elif nsamples is not None or seqlen is not None or bos != "auto":
@@ -153,6 +161,10 @@ def _layers_text(facts: dict) -> str:
     lines = [table(title, ["weight", "weight SNR", "inputs clipped", "output error"], rows)]
     if facts["settings"]["activations"] == "tensor-dynamic":
         lines.append("\n  vLLM refuses inputs with one scale at run time; tilepress and transformers take them")
+    if facts["settings"].get("head") and calibration is None:
+        lines.append(
+            "\n  head       in INT8; what that costs was not measured: `tilepress eval perplexity --base` does"
+        )
     if calibration is None:
         lines.append("\n  output errors were not measured: no --dataset")
         if facts["settings"]["activations"] == "token":
@@ -164,6 +176,11 @@ def _layers_text(facts: dict) -> str:
         lines.append(
             f"  expected   a KL divergence of about {calibration['expected_kl']:.2g} from the model as it was, to a factor of 4: "
             "eval perplexity --base measures it"
+        )
+    if head := calibration.get("head"):
+        lines.append(
+            f"  head       INT8 alone costs a KL divergence of {head['kl']:.2g} and {head['perplexity']:+.2%} of the perplexity on "
+            f"{head['tokens']:,} of these tokens"
         )
     if kept := [name for item in calibration["inputs"] if item.get("kept") for name in item["weights"]]:
         lines.append(

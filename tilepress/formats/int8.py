@@ -20,6 +20,7 @@ WEIGHTS = ("channel", "tensor")
 ACTIVATIONS = ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")
 STATIC = ("tensor", "tensor-asym")  # of them: found before, not at run time
 METHOD = "compressed-tensors"
+HEAD = "lm_head"  # the path of an output head that is quantized
 FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
 QMIN, QMAX = -128, 127
 _ROWS = 1024  # of a weight quantized together
@@ -62,7 +63,8 @@ class Int8Scheme:
     def config_groups(self, paths: Iterable[str] = (), stored: str = FORMAT) -> dict:
         """The `config_groups` of a `quantization_config`, with no key beyond those that every reader knows.
 
-        With exceptions both groups name their layers, of which `paths` are all: readers disagree on what a name wins against.
+        With exceptions both groups name their layers, of which `paths` are all: readers disagree on what a name wins against. Without, an output head
+        among them is named: vLLM's is no Linear.
         """
 
         def arguments(strategy: str, symmetric: bool = True, dynamic: bool = False) -> dict:
@@ -75,6 +77,7 @@ class Int8Scheme:
         else:
             group["format"] = stored  # newer readers take weight-only layers for pack-quantized ones otherwise
         if not self.dynamic:
+            group["targets"] += [HEAD] * (HEAD in paths)
             return {"group_0": group}
         per_token = Int8Scheme(self.weights).config_groups()["group_0"]
         group["targets"], per_token["targets"] = sorted({*paths} - self.dynamic), sorted(self.dynamic)
@@ -107,15 +110,17 @@ def scheme_of(config: dict) -> Int8Scheme:
     if config.get("format") == PACKED_FORMAT and any(scheme.activations != "none" for scheme, _ in found):
         raise _refusal(f"format is {PACKED_FORMAT!r} with quantized inputs")
     if len(found) == 1:
-        if found[0][1] != ["Linear"]:
-            raise _refusal(f"targets are {found[0][1]!r}, not ['Linear']")
+        if found[0][1] not in (["Linear"], ["Linear", HEAD]):
+            raise _refusal(f"targets are {found[0][1]!r}, not ['Linear'] or ['Linear', '{HEAD}']")
         return found[0][0]
     found.sort(key=lambda pair: pair[0].activations == "token")
     scheme, exceptions = (pair[0] for pair in found[:2])
     if len(found) > 2 or not scheme.static or exceptions != Int8Scheme(scheme.weights):
         raise _refusal("config_groups are not one of static inputs and one of inputs per token")
     for _, targets in found:
-        if not isinstance(targets, list) or not all(isinstance(name, str) and "." in name for name in targets):
+        if not isinstance(targets, list) or not all(
+            isinstance(name, str) and ("." in name or name == HEAD) for name in targets
+        ):
             raise _refusal("targets of two groups are not names of layers")
         if any(name.startswith("re:") for name in targets):
             raise _refusal("targets of two groups are patterns, not names of layers")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tilepress.formats import TilepressError
-from tilepress.formats.int8 import PACKED_FORMAT, Int8Scheme, part_names, scheme_of
+from tilepress.formats.int8 import HEAD, PACKED_FORMAT, Int8Scheme, part_names, scheme_of
 
 _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
@@ -69,13 +69,17 @@ def vllm_findings(
             notes.append("vLLM runs INT8 experts with dynamic per-token activations only")
     for path in sorted(quantized):
         findings += _part_findings(path, scheme.of(path), config.get("format"), tensors)
+    if HEAD in quantized:
+        notes.append("SGLang, and vLLM before March 2026, take the codes of an INT8 output head for its weights")
+        named = {name for group in config["config_groups"].values() for name in group["targets"]}
+        findings += [] if HEAD in named else [f"{HEAD} is quantized, but targets do not name it"]
     if scheme.dynamic:
         named = {name for group in config["config_groups"].values() for name in group["targets"]}
         findings += [f"{path} is quantized, but in no group" for path in sorted(quantized - named)]
 
     float_layers = {path for name, path in linears.items() if name.removesuffix(".weight") not in quantized}
-    if "lm_head" not in quantized:
-        float_layers.add("lm_head")  # also where it is tied, and not stored
+    if HEAD not in quantized:
+        float_layers.add(HEAD)  # also where it is tied, and not stored
     patterns = config.get("ignore") or []
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         return [*findings, "`ignore` is no list of names and patterns"], notes

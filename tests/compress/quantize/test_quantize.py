@@ -31,6 +31,8 @@ from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError, int8
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.runtime.decode.batch import Batch
+from tilepress.runtime.linear.int8 import Int8Linear
 from tilepress.runtime.loader import paths
 from tilepress.text import Text
 
@@ -598,6 +600,47 @@ def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
     assert found["out"] < 0.9 * found["static"]
 
 
+@pytest.mark.parametrize("scheme", ["token", "weight-only", "static", "recommended"])
+def test_an_int8_head(checkpoint_of, tmp_path, scheme):
+    source, settings = checkpoint_of("llama"), SCHEMES[scheme]
+    manifest = quantize(source, tmp_path / "out", head="int8", **settings)
+    assert manifest["settings"]["head"] == "int8"
+    assert [f for c in verify(tmp_path / "out", source).checks for f in c.findings] == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    targets = [name for group in config["config_groups"].values() for name in group["targets"]]
+    assert "lm_head" in targets and "lm_head" not in config["ignore"]
+    dense, model = (tilepress.load(path, dtype=torch.float32) for path in (source, tmp_path / "out"))
+    head = model.lm_head
+    assert isinstance(head, Int8Linear) and head.scheme.activations == ("none" if scheme == "weight-only" else "token")
+    assert type(dense.lm_head) is torch.nn.Linear
+    tokens = torch.arange(40)[None] + 20
+    with torch.no_grad():
+        hidden = dense.model(tokens).last_hidden_state
+        exact, found = (m.lm_head(hidden) for m in (dense, model))
+        assert 0 < (found - exact).norm() / exact.norm() < 0.02
+        batch = Batch(model, 1, 64)
+        logits = batch.prefill(0, tokens[0], 50)  # which quantizes with the norm
+        torch.testing.assert_close(logits[0], model(tokens).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_int8_head_costs_is_told(checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
+    told = quantize(source, tmp_path / "out", head="int8", **STATIC)["calibration"]["head"]
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    head = tilepress.load(tmp_path / "out", dtype=torch.float32).lm_head
+    kl, rise, count = 0.0, 0.0, 0
+    for ids in torch.tensor(TEXT.windows(AutoTokenizer.from_pretrained(source))):
+        with torch.no_grad():
+            hidden = dense.model(ids[None]).last_hidden_state[0, :-1]
+            exact, other = (layer(hidden).log_softmax(-1) for layer in (dense.lm_head, head))
+        kl += float((exact.exp() * (exact - other)).sum())
+        rise += float((exact - other).gather(1, ids[1:, None]).sum())
+        count += len(hidden)
+    assert told["tokens"] == count > 200
+    assert told["kl"] == pytest.approx(kl / count, rel=0.1) and told["kl"] > 0
+    assert told["perplexity"] == pytest.approx(math.expm1(rise / count), abs=5e-5)
+
+
 # Bad input
 
 
@@ -619,6 +662,7 @@ def test_a_sinks_layer_gets_a_scale_per_token(checkpoint_of, tmp_path):
         ({"observer": Observer("mse"), "activations": "none"}, "has none"),
         ({"smooth": "auto", "activations": "none"}, "floating point"),
         ({"smooth": "auto", "activations": "channel"}, "same reach"),
+        ({"head": "int4"}, "--head int4 is unknown"),
     ],
 )
 def test_contradictions(settings, message):
@@ -651,6 +695,12 @@ def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message)
     assert len(ran.err.strip().splitlines()) == 2
     with pytest.raises(TilepressError):
         tilepress.load(tmp_path / "out")
+
+
+def test_a_head_that_is_the_embedding_stays_as_it_is(checkpoint_of, tmp_path, cli):
+    for family in ("llama-tied", "gpt2"):
+        ran = cli("compress", "quantize", checkpoint_of(family), "-o", tmp_path / "out", "--head", "int8")
+        assert ran.code == 2 and "tie_word_embeddings" in ran.err and len(ran.err.strip().splitlines()) == 2
 
 
 def test_half_of_a_fused_group_names_both(checkpoint_of, tmp_path, cli):

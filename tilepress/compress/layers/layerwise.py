@@ -8,7 +8,7 @@ arguments that each layer would have had. They may depend on the window's length
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +127,9 @@ class LayerByLayer:
         self._load_head()
         return self.model
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return the logits [1, tokens, vocabulary] for what the last layer gave [1, tokens, hidden]; None for a model without a head."""
+    def logits(self, hidden: Tensor, head_hook: Callable[..., Tensor] | None = None) -> Tensor | None:
+        """Return the logits [1, tokens, vocabulary] for what the last layer gave [1, tokens, hidden]; None for a model without a head. A forward hook may
+        give other ones in the head's place."""
         head, modules = self.model.get_output_embeddings(), [self.model.get_submodule(path) for path in self.layers]
         if head is None:
             return None
@@ -140,7 +141,9 @@ class LayerByLayer:
                 module.forward = lambda *args, **kwargs: (hidden,) if self._gives_tuples else hidden
             with torch.no_grad(), foreign_errors("what comes after the layers does not run", _WITHOUT):
                 ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-                return self.model(ids, use_cache=False).logits
+                hook = head.register_forward_hook(head_hook) if head_hook else contextlib.nullcontext()
+                with hook:
+                    return self.model(ids, use_cache=False).logits
         finally:
             for module in modules:
                 module.__dict__.pop("forward", None)

@@ -48,6 +48,7 @@ class Settings:
     dtype: torch.dtype | None  # the recipe's
     keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
     device: str = "cpu"  # cpu | cuda
+    head: bool = False  # whether the output head is quantized too
 
     @property
     def sampled_rows(self) -> int:

@@ -7,6 +7,7 @@ earlier layers were quantized. Memory is the embeddings, one layer, its statisti
 hidden states of all windows (twice where a second pass is made), on the device in the model's dtype.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -25,6 +26,7 @@ _SENSED, _SENSED_NOISE = (
     256,
     1e-3,
 )  # tokens whose logits are looked at, and noise there: small, but above what 16 bits round
+_HEAD_TOKENS = 2048  # that an output head in INT8 is tried on, at most
 _OUTSTANDING = 2.0  # times the usual cost of a weight's element: from there it may stay in 16 bits
 _TOGETHER = {
     "cuda": 1 << 27
@@ -77,6 +79,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     layer for activations that are not finite and layers that saw no token.
     """
     visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
+    visitor.targets = [target for target in plan.targets if not target.is_head]
     Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
     return Calibration(plan.work)
 
@@ -89,12 +92,15 @@ class _Ranges(Visitor):
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         check_inside(model)
+        self.windows = windows
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         facts, tensors = _calibrate_layer(layer, self.settings, self.dtype)
         if self.settings.weighs_tokens and not self.settings.scheme.static and layer.path == layer.model.layers[-1]:
             facts["sensitivity"] = _sensitivity(layer)
+        if self.settings.head and layer.path == layer.model.layers[-1]:
+            facts["head"] = [_head_cost(layer, self.windows, self.settings.scheme, self.dtype)]
         return facts, tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
@@ -105,6 +111,8 @@ class _Ranges(Visitor):
         if sensitivity and None not in noises:
             left = sum(item["noise"] for item in facts["inputs"] if not item.get("kept"))
             facts["expected_kl"] = sensitivity[0] * left
+        if "head" in facts:
+            (facts["head"],) = facts["head"]
         return facts
 
 
@@ -216,6 +224,32 @@ def _sensitivity(layer: Layer) -> list[float]:
     noise *= hidden.float().norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True) * _SENSED_NOISE**0.5
     exact, other = (logits.float().log_softmax(-1) for logits in (exact, layer.model.logits(hidden.float() + noise)))
     return [float((exact.exp() * (exact - other)).sum(-1).mean()) / _SENSED_NOISE]
+
+
+def _head_cost(layer: Layer, windows: list[list[int]], scheme: int8.Int8Scheme, dtype: torch.dtype) -> dict:
+    """Return what an output head in INT8 costs on the first tokens where all else is exact: the divergence of the logits in nats, and the perplexity
+    relative to the exact one, less 1."""
+    scheme = int8.Int8Scheme(scheme.weights) if scheme.static else scheme
+    tokens, kl, rise = 0, 0.0, 0.0
+
+    def quantized(head: nn.Linear, given: tuple[Tensor], _: Tensor) -> Tensor:
+        scale = int8.weight_scale(head.weight, scheme.weights, dtype).float()
+        weight = int8.dequantize(int8.quantize(head.weight, scale), scale)
+        x = int8.fake_quantize_input(given[0].float(), scheme, None, None)
+        return nn.functional.linear(x, weight, None if head.bias is None else head.bias.float())
+
+    for hidden, window in zip(layer.hidden, windows, strict=True):
+        for first in range(0, len(window) - 1, _SENSED):
+            if tokens >= _HEAD_TOKENS:
+                break
+            following = torch.tensor(window[first + 1 : first + 1 + _SENSED], device=layer.model.device)
+            some = hidden[:, first : first + len(following)].to(layer.model.device)
+            exact = layer.model.logits(some)[0].float().log_softmax(-1)
+            other = layer.model.logits(some, quantized)[0].float().log_softmax(-1)
+            kl += float((exact.exp() * (exact - other)).sum())
+            rise += float((exact - other).gather(1, following[:, None]).sum())
+            tokens += len(following)
+    return {"tokens": tokens, "kl": kl / tokens, "perplexity": math.expm1(rise / tokens)}
 
 
 def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import Calibration, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
-from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes, find_targets
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, PACKED_FORMAT, STATIC, WEIGHTS, Int8Layout, Int8Scheme
@@ -54,6 +54,9 @@ class Quantize(Recipe):
     )
 
     keep: float | None = None  # of the linear weights the share, at most, that stays in 16 bits; None: as `smooth`
+    head: str | None = (
+        None  # int8: the output head too, with inputs per token where inputs are quantized; None: as it is
+    )
 
     command = "compress quantize"
     takes_random = True
@@ -67,6 +70,8 @@ class Quantize(Recipe):
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
         if self.smooth not in (None, "off", "learn", "auto") and not _is_alpha(self.smooth):
             raise UsageError(f"--smooth {self.smooth} is no alpha", "use off, learn, auto, or a number from 0 to 1")
+        if self.head not in (None, "int8"):
+            raise UsageError(f"--head {self.head} is unknown", "use int8, or leave --head out for 16 bits")
         if self.rounding not in (None, *ROUNDINGS):
             raise UsageError(f"--rounding {self.rounding} is unknown", f"choose one of {', '.join(ROUNDINGS)}")
         if self.dynamic is not None and not self.static:
@@ -139,6 +144,10 @@ class Quantize(Recipe):
     def scheme(self) -> Int8Scheme:
         return Int8Scheme(self.weights, "tensor" if self.activations == "channel" else self.activations)
 
+    def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
+        with_head = self.head is not None
+        return find_targets(inputs.checkpoint, self.ignore, inputs.trust_remote_code, with_head=with_head)
+
     def layout(self, target: Target) -> Layout:
         """Zeros of a sparse weight stay unstored where a kernel multiplies inputs in floating point."""
         if self.activations == "none" and target.weight.stored_as.sparse:
@@ -167,6 +176,7 @@ class Quantize(Recipe):
             **({"rounding": rounding} if rounding != "nearest" else {}),
             **({"dynamic": dynamic} if dynamic else {}),
             **({"keep": keep} if keep else {}),
+            **({"head": self.head} if self.head else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else text.described())
@@ -224,14 +234,17 @@ class Quantize(Recipe):
         smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
         settings = Settings(
-            self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type
+            *(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type),
+            head=self.head is not None,
         )
         return {"calibration": calibrate(plan, settings, device, progress)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         found: Calibration | None = state["calibration"]
         made = Compressed(weight, {})
-        if found is None:
+        if target.is_head and self.static:
+            made.record = {"inputs": "token"}  # ranges are those of decoder layers' inputs
+        if found is None or target.is_head:
             return made
         columns, divisors = found.columns(target.name), found.divisors(target.name)
         if columns is not None or divisors is not None:
@@ -310,7 +323,8 @@ class Quantize(Recipe):
     def quantization_config(self, tensors: list[dict], left_alone: list[LeftAlone]) -> dict:
         """compressed-tensors' own; ours where it has no such layer (Conv1D, sparse ones)."""
         kept = (item["name"].removesuffix(".weight") for item in tensors if item.get("kept"))
-        ignore = sorted({"lm_head", *kept, *(item.module for item in left_alone if item.module)})
+        float_head = set() if self.head else {"lm_head"}  # also where it is tied, and not stored
+        ignore = sorted({*float_head, *kept, *(item.module for item in left_alone if item.module)})
         paths = {
             item["name"].removesuffix(".weight"): item
             for item in tensors

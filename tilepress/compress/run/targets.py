@@ -7,7 +7,7 @@ transformers merges them in memory, so they are recognized by that name.
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -30,6 +30,7 @@ class Target:
     cols: int
     dtype: torch.dtype  # of the values
     transposed: bool  # stored as [in_features, out_features]
+    is_head: bool = False  # the output head
 
     @property
     def name(self) -> str:
@@ -87,8 +88,10 @@ def find_targets(
     trust_remote_code: bool = False,
     quantized: bool = False,
     int8_bitmaps: bool = False,
+    with_head: bool = False,
 ) -> tuple[list[Target], list[LeftAlone]]:
-    """Splits a checkpoint's weights into targets and those left alone, both in name order; `quantized` ones, or bitmaps of INT8 values, only if they may be.
+    """Splits a checkpoint's weights into targets and those left alone, both in name order; `quantized` ones, or bitmaps of INT8 values, only if they may be;
+    the output head only `with_head`, whatever `patterns` say of "lm_head".
 
     Raises UsageError for an unknown architecture, a checkpoint that its config.json does not describe, a pattern that matches no
     linear layer, or a checkpoint without linear weights.
@@ -108,6 +111,9 @@ def find_targets(
     known, stored = set(modules), set()
     heads = [m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None]
     head_path = next((path for path, module in modules.items() if module is model.get_output_embeddings()), None)
+    if with_head:
+        _check_head(model, head_path, checkpoint)
+        patterns = tuple(pattern for pattern in patterns if pattern != "lm_head")
     direct = _read_directly(model)
     parameters = set(model.state_dict())
     targets, left, used = [], [], set()
@@ -118,8 +124,9 @@ def find_targets(
         plain = path or name.removesuffix(".weight")
         linear = path if isinstance(modules.get(path), torch.nn.Linear) else None
         linear = name.removesuffix(".weight") if EXPERT_WEIGHT.match(name) else linear
-        if any(modules.get(path) is head for head in heads):
-            left.append(LeftAlone(name, "embedding or output head", module=head_path))
+        is_head = with_head and path == head_path
+        if any(modules.get(path) is head for head in heads) and not is_head:
+            left.append(LeftAlone(name, "embedding or output head", module=None if with_head else head_path))
         elif COMPUTED_BUFFER.search(name) and not parameters.intersection(model_names(name, model.base_model_prefix)):
             left.append(LeftAlone(name, "a buffer that the model computes itself: not copied", dropped=True))
         elif ROUTER.search(plain) and len(weight.entries[0].shape) == 2:
@@ -132,7 +139,7 @@ def find_targets(
         elif path in direct:
             left.append(LeftAlone(name, "the model reads the weight itself, not through its layer", module=linear))
         else:
-            targets.append(target)
+            targets.append(replace(target, is_head=is_head))
     _refuse_missing(model, modules, stored, heads, checkpoint.name)
     unused = set(patterns) - used - {"lm_head"}
     if unused:
@@ -145,6 +152,19 @@ def find_targets(
             f"{checkpoint.name} has no linear weight to compress", "give a decoder language model's checkpoint"
         )
     return targets, left
+
+
+def _check_head(model: torch.nn.Module, path: str | None, checkpoint: Checkpoint) -> None:
+    """Raise UsageError for an output head that cannot be stored apart from the embedding."""
+    if path is None or not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise UsageError(f"{checkpoint.name} has no linear output head", "leave --head out")
+    if path != "lm_head":
+        raise UsageError(f"the output head is named {path}, readers of INT8 heads know lm_head", "leave --head out")
+    if model.config.get_text_config().tie_word_embeddings or f"{path}.weight" not in checkpoint.weights:
+        raise UsageError(
+            f"{checkpoint.name} has one matrix as embedding and output head (tie_word_embeddings)",
+            "leave --head out, or store lm_head.weight as a tensor of its own and set tie_word_embeddings to false first",
+        )
 
 
 def linear_layers(checkpoint: Checkpoint) -> dict[str, str]:

@@ -197,8 +197,7 @@ class Decoder:
         with fast_products(self.dtype, self.device):
             for number, layer in enumerate(self.layers):
                 x, residual = layer.forward(x, residual, attend, number)
-            x, _ = self.final_norm(x[last], residual[last])
-            return self.lm_head(x)
+            return self.final_norm.into(self.lm_head, x[last], residual[last])[0]
 
     @property
     def bytes_of_a_row(self) -> int:
@@ -217,7 +216,7 @@ class Decoder:
         for layer in self.layers:
             for name in layer.paths(self.device, self.dtype):
                 found[name] = found.get(name, 0) + 1
-        for name in self.final_norm.paths(None, self.device, self.dtype):
+        for name in self.final_norm.paths(self.lm_head, self.device, self.dtype):
             found[name] = found.get(name, 0) + 1
         if (group := getattr(self.model, "tensor_parallel", None)) is not None:
             found |= {f"sums over {group.name}": 2 * len(self.layers), f"logits of {group.name}, gathered": 1}
