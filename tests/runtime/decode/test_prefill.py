@@ -148,6 +148,27 @@ def test_prompts_of_about_one_length_go_together(cache, checkpoint_of, as_graphs
         batch.clear()
 
 
+def test_a_few_short_prompts_go_with_longer_ones(checkpoint_of, as_graphs):
+    model = tilepress.load(checkpoint_of("llama"), dtype=torch.float32)
+
+    def passes(lengths, chunk):
+        batch = Batch(model, 9, 500, "contiguous", chunk=chunk)
+        asked = [Prompt(i, prompt_of(count), 500) for i, count in enumerate(lengths)]
+        return [(size, [len(prompt.tokens) for prompt in some]) for size, some in batch._together(asked)]
+
+    assert passes((40, 3, 100), 2048) == [(64, [3, 40]), (128, [100])]  # three of 128 would be many rows
+    assert passes((100, 3), 2048) == [(128, [3, 100])]
+    assert passes((100, 3), 255) == [(32, [3]), (128, [100])]
+    assert passes((3, 40, 200), 2048) == [(64, [3, 40]), (256, [200])]
+    assert passes((3, 3, 3, 40, 40), 2048) == [(32, [3, 3, 3]), (64, [40, 40])]
+    batch, plain = Batch(model, 3, 200, "contiguous"), Batch(model, 3, 200, "contiguous", graphs=False)
+    asked = [Prompt(i, prompt_of(count), count + 1) for i, count in enumerate((40, 3, 100))]
+    expected = torch.cat([plain.prefill(*prompt) for prompt in asked])
+    for _ in range(3):
+        torch.testing.assert_close(batch.prefill_all(asked), expected, rtol=1e-5, atol=1e-5)
+        batch.clear()
+
+
 @pytest.mark.parametrize("kind", ["tiled-csl", "int8+kv4"])
 def test_tokens_of_every_kind(kind, made, as_graphs):
     """Through `generate`, with prompts that are equal, again and again, in one piece and in several."""

@@ -13,6 +13,7 @@ without padding, up to the rounding of products that a library adds in another o
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from tilepress.runtime.decode.decoder import Decoder, most_positions
 CHUNK = 2048  # tokens of a prompt that are prefilled at once
 # Tokens to which prompts are padded. Small passes take as long as their weights are read; of large ones a third at most is padding.
 SIZES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_FEW_ROWS = 256  # of a pass that takes little longer than its weights are read: one such is faster than two
 _SPARE_BYTES = 1 << 30  # that a card must have left beside what a graph of prefill keeps
 
 
@@ -114,7 +116,7 @@ class Batch:
     @torch.inference_mode()
     def prefill_all(self, prompts: list[Prompt]) -> Tensor:
         """Begin a sequence with each prompt, and return the logits [prompts, vocabulary] behind them. Where kernels serve the whole step, prompts of about
-        the same length are prefilled together, as many as have `chunk` tokens.
+        the same length are prefilled together, as many as have `chunk` tokens, and a few short ones whatever their lengths.
 
         Raises UsageError for a sequence that is empty or longer than the batch has room for, TilepressError if the cache has not enough pages."""
         for _, tokens, most in prompts:
@@ -136,12 +138,20 @@ class Batch:
         return torch.cat([found[prompt.sequence] for prompt in prompts])
 
     def _together(self, prompts: list[Prompt]) -> Iterator[tuple[int | None, list[Prompt]]]:
-        """Yield prompts whose first pieces are one pass, and the size to which they are padded, None for a prompt that is not."""
+        """Yield prompts whose first pieces are one pass, and the size to which they are padded, None for prompts that are not. A few short ones are padded
+        to the next size among the others, and go with these."""
         by_size: dict[int | None, list[Prompt]] = {}
         for prompt in prompts:
             by_size.setdefault(self._size_for(min(len(prompt.tokens), self.chunk)), []).append(prompt)
-        for size, some in by_size.items():
-            count = 1 if size is None else max(1, self.chunk // size)
+        if None in by_size:
+            yield None, by_size.pop(None)
+        sizes, shorter = sorted(by_size), []
+        for size, larger in zip_longest(sizes, sizes[1:]):
+            some = shorter + by_size[size]
+            if larger and (len(some) + len(by_size[larger])) * larger <= min(_FEW_ROWS, self.chunk):
+                shorter = some
+                continue
+            shorter, count = [], max(1, self.chunk // size)
             yield from ((size, some[first : first + count]) for first in range(0, len(some), count))
 
     def _size_for(self, tokens: int) -> int | None:
