@@ -44,6 +44,13 @@ def test_figures_in_prose_are_those_of_the_files():
     }
     for name, said in {"int8": "costs it {} perplexity", "kv4": "4-bit cache {}"}.items():
         assert said.format(f"{100 * rows[name]['over_dense']:.2f} %") in " ".join(text.split())
+    rates = {
+        (row["engine"], row["weights"], row["batch"]): row["tokens_per_s"]
+        for row in json.loads((ROOT / "benchmarks" / "h100" / "decode.json").read_text())["rows"]
+        if (row["batch"], row["context"]) in ((1, 2048), (16, 8192))
+    }
+    one, many = (rates["tilepress", "w8a8", batch] / rates["vllm", "dense", batch] for batch in (1, 16))
+    assert f"{one:.1f} to {many:.1f} times as fast as vLLM's BF16" in " ".join(text.split())
 
 
 def test_readme_is_short():

@@ -142,17 +142,16 @@ def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
     assert again.code == 2 and "holds files" in again.err
 
 
-def test_demo_takes_a_pretrained_model(tmp_path, cli, checkpoint_of, monkeypatch):
+def test_demo_takes_a_pretrained_model(tmp_path, cli, checkpoint_of):
     """Each row is what the commands that it names find."""
-    monkeypatch.setattr("tilepress.cli.demo._WINDOWS", 2)
     source = checkpoint_of("llama")
     ran = cli("demo", "--model", source, "-o", tmp_path / "demo", "--device", "cpu")
     assert ran.code == 0, ran.err
     rows = [re.split(r"  +", line.strip()) for line in ran.out.splitlines() if " bits  " in line]
-    assert [row[0] for row in rows] == ["dense bf16", "INT8", "INT8, random tokens", "4-bit cache"]
-    assert [row[3] for row in rows] == ["16 bits"] * 3 + ["5 bits"]  # 4, and two float16 for 32 numbers
-    assert rows[1][2] == rows[2][2] != "100.0%" == rows[3][2]
-    for number, name in enumerate(("int8", "int8-random-tokens", "4-bit-cache"), 1):
+    assert [row[0] for row in rows] == ["dense bf16", "INT8", "4-bit cache"]
+    assert [row[3] for row in rows] == ["16 bits"] * 2 + ["5 bits"]  # 4, and two float16 for 32 numbers
+    assert rows[1][2] != "100.0%" == rows[2][2]
+    for number, name in enumerate(("int8", "4-bit-cache"), 1):
         (line,) = (line for line in ran.err.splitlines() if line.startswith("$ tilepress eval") and f"/{name} " in line)
         again = cli(*line.split()[2:], "--device", "cpu", "--json").json
         assert rows[number][4].startswith(f"{again['perplexity']:.4f}")
