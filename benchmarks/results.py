@@ -1,4 +1,4 @@
-"""Writes docs/results.md, its picture and the two tables of README.md from the results in benchmarks/h100: `python benchmarks/results.py`.
+"""Writes docs/results.md, its picture and the tables of README.md from the results in benchmarks/h100: `python benchmarks/results.py`.
 
 README keeps a table between two comments, `<!-- quality -->` and `<!-- end of quality -->`; what stands there is replaced. A test compares all of
 it with the files, so that no figure drifts.
@@ -118,10 +118,14 @@ def speed_table() -> str:
 
 
 def first_tokens() -> str:
-    rows = []
-    for row, _ in speed(1, 2048):
-        rows.append([name_of(row), " to ".join(f"{ms:g}" for ms in row["ttft_ms"])])
-    return table(["", "ms to the first token, prompt of 2048"], rows)
+    """Milliseconds to the first token by the prompt's length; tilepress by CUDA graphs."""
+    rows, found = [], [row for row in load("first_token")["rows"] if row.get("how") != "op by op"]
+    lengths = list(dict.fromkeys(row["context"] for row in found))
+    for engine, weights, kv in dict.fromkeys((row["engine"], row["weights"], row["kv"]) for row in found):
+        own = {row["context"]: row["ttft_ms"] for row in found if (row["engine"], row["weights"]) == (engine, weights)}
+        name = name_of({"engine": engine, "weights": weights})
+        rows.append([name, CACHES[kv], *(f"{own[length]:.1f}" for length in lengths)])
+    return table(["ms to the first token", "cache", *(f"{length} tokens" for length in lengths)], rows)
 
 
 def inside_vllm() -> str:
@@ -190,9 +194,11 @@ was an independent run; no commit was recorded with it.
 
 ![tokens a second of 16 sequences](performance/h100.svg)
 
-The first token does not come sooner. vLLM's comes after 15 ms for 32 and 512 tokens, dense or INT8.
+The first token of one prompt, each engine by CUDA graphs ([how](decode_loop.md)):
 
 {first_tokens()}
+
+Sparse weights gain nothing from about 512 tokens on, where products are bound by arithmetic.
 
 ## Inside vLLM
 
@@ -202,14 +208,14 @@ First tokens of up to 512 rows are bound by the host here: no graph holds that m
 
 {inside_vllm()}
 
-`benchmarks/h100/decode.json`, `benchmarks/h100/vllm.json`.
+`benchmarks/h100`: decode.json, first_token.json, vllm.json.
 More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
 """
 
 
 def readme(text: str) -> str:
     """README with its tables as the results have them."""
-    for name, found in (("quality", quality(short=True)), ("speed", speed_table())):
+    for name, found in (("quality", quality(short=True)), ("speed", speed_table()), ("first", first_tokens())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         text, changed = re.subn(f"{begin}.*?{end}", lambda _, new=f"{begin}{found}\n{end}": new, text, flags=re.S)
         assert changed == 1, f"README.md has no place for {name}"

@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--output", type=Path, default=Path("vllm.json"))
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for all engines to start, and for each to be measured"
+        "--timeout", type=float, default=400.0, help="seconds for all engines to start, and for each to be measured"
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -213,8 +213,11 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
     words, offsets, scale, bias, rows, dtype, group = args[1:]
     packed, x = TiledBitmap(words, offsets, rows, 1003, dtype, group, scale), torch.zeros(n, 1008, dtype=torch.float16)
     y = tiled_bitmap_spmm._multiply(x, packed, bias)
-    ((chosen, shared, device, grid, *addresses, n_, m, k_blocks, units, tiles, walks_, tile_bytes, slots),) = seen
+    ((chosen, shared, device, grid, *addresses, n_, m, k_blocks, units, tiles, walks_, tile_bytes, slots, waits),) = (
+        seen
+    )
     facts = tiled_bitmap_spmm._facts_of(words, offsets, 132)
+    assert waits is True
     assert (chosen.columns, n_, m, k_blocks, tiles, walks_) == (columns, n, rows, 8, 157 * 8, walks)
     assert units == (157 + chosen.pairs - 1) // chosen.pairs * 8 and grid % walks == 0
     assert (chosen.pairs == 2) == (columns == 128 and walks > 1)  # 1256 tiles are few for 132 multiprocessors
