@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tilepress.cli import terminal
 from tilepress.cli.commands import Group, register
 from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
 from tilepress.formats import TilepressError
@@ -84,9 +85,11 @@ def main() -> None:
         elif os.environ.get("TILEPRESS_DEBUG") == "1":
             raise
         else:
-            code = _explain(error)
+            code = _explain(error, hushed=not _speaks())
     if interrupt.seen and code:
         code = interrupt.code
+        if not _speaks():
+            os._exit(code)
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:2] in (["compress"], ["convert"])
         say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
@@ -96,7 +99,22 @@ def main() -> None:
     os._exit(code)  # what is left for a full disk or a closed pipe, Python would complain about once more
 
 
-def _explain(error: Exception) -> int:
+def _speaks() -> bool:
+    """Return whether this process tells the user how it ended: of those that torchrun started the first that asks."""
+    if "LOCAL_RANK" not in os.environ:
+        return True
+    from tilepress.ranks import first_to_tell
+
+    return first_to_tell()
+
+
+def _explain(error: Exception, hushed: bool = False) -> int:
+    """Tell an error in two lines, unless another rank has told why all of them end; return the exit code."""
+    with terminal.hushed(hushed):
+        return _told(error)
+
+
+def _told(error: Exception) -> int:
     if isinstance(error, TilepressError):
         say(f"error: {plain(error.message)}")
         if error.hint:

@@ -1,8 +1,10 @@
 """The parts that commands which make an artifact share: plan, run, and say what came out."""
 
 import json
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from tilepress.cli.flags import Making
 from tilepress.cli.terminal import (
     Bar,
     check_report,
+    hushed,
     left_alone,
     plain,
     quiet_libraries,
@@ -24,6 +27,7 @@ from tilepress.cli.terminal import (
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
+    from tilepress.ranks import Ranks
     from tilepress.text import Text
 
 _WARNINGS_SHOWN = 5
@@ -86,6 +90,37 @@ def make(
     """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
+    with _ranks(text is not None and not how.dry_run, how) as ranks:
+        return _make(model, output, recipe, text, how, words, writer, ranks)
+
+
+@contextmanager
+def _ranks(calibrates: bool, how: Making) -> "Iterator[Ranks | None]":
+    """Give the ranks that torchrun started, where they calibrate together; None else. Only the first of them speaks while all goes well."""
+    apart = how.rank is not None or how.world_size is not None or "LOCAL_RANK" not in os.environ
+    if apart or not calibrates:
+        yield None
+        return
+    from tilepress.device import find_device
+    from tilepress.ranks import Ranks
+
+    ranks = Ranks.start(find_device(how.device))
+    with hushed(ranks is not None and ranks.rank > 0):
+        yield ranks
+    if ranks is not None:
+        ranks.close()
+
+
+def _make(
+    model: str,
+    output: Path,
+    recipe: "Recipe",
+    text: "Text | None",
+    how: Making,
+    words: Words,
+    writer: str | None,
+    ranks: "Ranks | None",
+) -> "tilepress.Outcome | None":
     check_report(how.report)
     quiet_libraries()
     settle_threads(how.threads, how.quiet or how.dry_run)
@@ -97,10 +132,14 @@ def make(
         print(json.dumps(run.to_json(), indent=2) if how.json_ else words.planned(run.to_json()))
         return None
     rank, world_size = how.share
-    if run.plan.text is not None and rank == 0:  # the others take what it calibrates
+    if ranks is not None and rank:
+        ranks.wait()  # for text that the first one has the model write
+    if run.plan.text is not None and (rank == 0 or ranks is not None):  # others take what it calibrates
         written = own_text(writer or model, run.plan.text, how, None if writer else how.revision)
         run = tilepress.plan(model, output, recipe, dataset=written, **options)
-    with Bar(words.title, how.quiet) as bar:
+    if ranks is not None and not rank:
+        ranks.wait()
+    with Bar(words.title, how.quiet or (ranks is not None and rank > 0)) as bar:
         made = run.start(
             how.device,
             resume=how.resume,
@@ -109,7 +148,10 @@ def make(
             rank=rank,
             world_size=world_size,
             progress=bar.at,
+            ranks=ranks,
         )
+    if ranks is not None and rank:
+        return None
     if made is None:
         say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
         if how.json_:

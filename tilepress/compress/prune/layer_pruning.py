@@ -9,6 +9,7 @@ more, and some layers' inputs (stream.py).
 """
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_m
 from tilepress.compress.prune.settings import Settings
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.formats.stripes import converted
+from tilepress.ranks import dealt
 
 _DENSE = "dense"  # the stream of the dense model
 
@@ -41,7 +43,7 @@ class LayerPruner(Visitor):
             streams[_DENSE] = list(streams[HIDDEN])
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        names, model = layer.names, layer.model
+        model = layer.model
         found: dict = {"pruned": [], "warnings": []}
         tensors: dict[str, Tensor] = {}
         if not layer.number:
@@ -52,8 +54,7 @@ class LayerPruner(Visitor):
             pruned.find_ends(layer.probe)
             for number, stage in enumerate(in_order):
                 moments = self._observe(pruned, dense, in_order, number)
-                for group in stage:
-                    self._prune_group(group, moments[group.linears[0]], modules, names, found, tensors)
+                tensors |= self._prune_stage(layer, stage, moments, modules, found)
                 del moments
             pruned.advance()
             if dense and not (in_order and _pairs(in_order[-1])):
@@ -100,36 +101,69 @@ class LayerPruner(Visitor):
                 pruned.run(i)
         return moments
 
+    def _prune_stage(
+        self, layer: Layer, stage: list[Group], moments: dict[str, Moments], modules: dict[str, nn.Module], found: dict
+    ) -> dict[str, Tensor]:
+        """Prune the linear layers of a stage in place, each on the rank that owns it; return this rank's weights by their stored names."""
+        ranks, names = layer.ranks, layer.names
+        owner = _owners(stage, modules, ranks.size)
+        made: dict[str, Tensor] = {}
+        told: dict[str, tuple[dict, str]] = {}
+        for group in stage:
+            of_group, owning = moments.pop(group.linears[0]), {owner[path] for path in group.linears}
+            of_group.reduce(ranks, owning.pop() if len(owning) == 1 else None)
+            if own := [path for path in group.linears if owner[path] == ranks.rank]:
+                for path, weight, *facts in self._prune_group(group, own, of_group, modules, names):
+                    made[path], told[path] = weight, tuple(facts)
+        told = {path: facts for of_rank in ranks.tell(told) for path, facts in of_rank.items()}
+        for path in (path for group in stage for path in group.linears):
+            rows, cols, _ = linear_shape(modules[path])
+            weight = made.pop(path, None)
+            weight = torch.empty(rows, cols, dtype=self.dtype, device=ranks.device) if weight is None else weight
+            _put(modules[path], ranks.share(weight, owner[path]))
+            if owner[path] == ranks.rank:
+                made[names[path]] = weight.cpu()
+            facts, warning = told[path]
+            found["pruned"].append(facts)
+            found["warnings"] += [warning] if warning else []
+        return made
+
     def _prune_group(
-        self,
-        group: Group,
-        moments: Moments,
-        modules: dict[str, nn.Module],
-        names: dict[str, str],
-        found: dict,
-        tensors: dict[str, Tensor],
-    ) -> None:
-        """Prune the linear layers of one input, in place."""
+        self, group: Group, paths: list[str], moments: Moments, modules: dict[str, nn.Module], names: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor, dict, str]]:
+        """Yield each path of some linear layers of one input with its pruned weight, its facts and what there is to warn of."""
         few = moments.tokens < FEW_TOKENS
         settings = self.settings
         solver = None if few else Solver(settings, moments, group.linears[0])
-        for path in group.linears:
+        for path in paths:
             name, module = names[path], modules[path]
             weight = module.weight.detach()
             weight = (weight.t() if linear_shape(module)[2] else weight).contiguous()
-            zeros = self.zeros[name]
+            zeros, warning = self.zeros[name], ""
             if few:
                 pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
-                found["warnings"].append(f"{name} saw only {moments.tokens} tokens: pruned by magnitude")
+                warning = f"{name} saw only {moments.tokens} tokens: pruned by magnitude"
             else:
                 pruned, error = solver.prune(weight.float(), zeros)
-            pruned = rounded(pruned, self.dtype, name)
-            _put(module, pruned)
-            tensors[name] = pruned.cpu().contiguous()
+            pruned = rounded(pruned, self.dtype, name).contiguous()
             made = int((pruned == 0).sum())
             told = {"name": name, "method": "magnitude" if few else settings.method, "zeros": made}
             told |= {"sparsity": made / weight.numel(), "tokens": moments.tokens}
-            found["pruned"].append(told | ({} if few else {"output_error": round(error, 6)}))
+            yield path, pruned, told | ({} if few else {"output_error": round(error, 6)}), warning
+
+
+def _owners(stage: list[Group], modules: dict[str, nn.Module], size: int) -> dict[str, int]:
+    """Return the rank that solves each linear layer: one for those of an input, which share its factors, where there are inputs enough."""
+    pieces = [group.linears for group in stage]
+    if len(pieces) < size:
+        pieces = [(path,) for linears in pieces for path in linears]
+
+    def cost(path: str) -> float:
+        rows, cols, _ = linear_shape(modules[path])
+        return rows * cols**2
+
+    owners = dealt([sum(map(cost, linears)) for linears in pieces], size)
+    return {path: rank for linears, rank in zip(pieces, owners, strict=True) for path in linears}
 
 
 class Solver:

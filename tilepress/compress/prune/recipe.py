@@ -29,6 +29,7 @@ from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
 from tilepress.formats.tiled_bitmap import PAIRS_BELOW
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text
 
 SCOPES = ("layer", "row", "global")
@@ -54,6 +55,7 @@ class Prune(Recipe):
     card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
 
     command = "compress prune"
+    together = True
 
     @property
     def calibrates(self) -> bool:
@@ -143,16 +145,17 @@ class Prune(Recipe):
             return writing
         return max(writing, pruning_memory.peak_bytes(self.calibrating, inputs, targets))
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         """Return, for `global`, the threshold over all targets, for methods that calibrate the pruned weights; else
         nothing.
 
         Each shard's histogram, and each layer's pruned weights, are files."""
         if self.calibrates:
-            if rank and not wait_for_walk(plan.work, progress):
+            apart = ranks.size == 1  # ranks that do not speak to each other: the first works for all
+            if rank and apart and not wait_for_walk(plan.work, progress):
                 return None
-            if not rank:
-                self._prune_layers(plan, device, progress)
+            if not rank or not apart:
+                self._prune_layers(plan, device, progress, ranks)
             found = Found(plan.work)
             methods = {item["name"]: item["method"] for item in found.facts["pruned"]}
             return {"pruned": found, "methods": methods, "zeros": read_allocation(plan).zeros}
@@ -180,10 +183,10 @@ class Prune(Recipe):
             "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
 
-    def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
-        zeros = allocate(plan, self.calibrating, device, progress).zeros
+    def _prune_layers(self, plan: Plan, device: str, progress: Progress, ranks: Ranks) -> None:
+        zeros = allocate(plan, self.calibrating, device, progress, ranks).zeros
         visitor = LayerPruner(self.calibrating, zeros, self.dtype or plan.targets[0].dtype)
-        Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
+        Walk.over_text(plan, CALIBRATION, visitor, device, progress, ranks).run()
 
     def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
         checkpoint, work, files = Checkpoint(plan.source), plan.work, []

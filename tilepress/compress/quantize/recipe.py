@@ -27,6 +27,7 @@ from tilepress.formats.int8_packed import PackedLayout
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT, folded_norm
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import RANDOM, Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
@@ -56,6 +57,7 @@ class Quantize(Recipe):
     keep: float | None = None  # of the linear weights the share, at most, that stays in 16 bits; None: as `smooth`
 
     command = "compress quantize"
+    together = True
     takes_random = True
 
     def __post_init__(self):
@@ -216,15 +218,15 @@ class Quantize(Recipe):
                 f"convert on the way: --dtype {declared}",
             )
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         if plan.text is None:
             return {"calibration": None}
-        if rank and not wait_for_walk(plan.work, progress):
+        if rank and ranks.size == 1 and not wait_for_walk(plan.work, progress):
             return None
         smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
         settings = Settings(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep)
-        return {"calibration": calibrate(plan, settings, device, progress)}
+        return {"calibration": calibrate(plan, settings, device, progress, ranks)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         found: Calibration | None = state["calibration"]

@@ -42,6 +42,7 @@ from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.layout import Layout
 from tilepress.models.meta import check_fit
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids, window_start
 
 RECOVERY = "recovery"  # the name of what is found, in the work folder
@@ -151,7 +152,7 @@ class Recover(Settings, Recipe):
     def _way(self) -> str:
         return "blocks" if self.blocks else "model"
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         ids, stream = _text(plan, self)  # first, so that too little of it is told before the work
         inner = self.prune.prepare(plan, rank, device, progress) if self.prune else {}
         if inner is None:

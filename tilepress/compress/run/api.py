@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tilepress.compress.run.finish import GENERAL, finish, history
 from tilepress.compress.run.lock import LOCK_NAME, Lock
-from tilepress.compress.run.output import check_place, open_output
+from tilepress.compress.run.output import check_place, check_shared, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.shards import run_parallel, run_shards
 from tilepress.compress.run.stages import add
@@ -23,6 +23,7 @@ from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
 from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import RANDOM, Text, check_source, load_tokenizer
 
 Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
@@ -88,9 +89,13 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
         progress: Report | None = None,
+        ranks: Ranks | None = None,
     ) -> Outcome | None:
         """Carry the run out, as `compress` describes it."""
         plan, recipe, device = self.plan, self.plan.recipe, find_device(device)
+        ranks = ranks or ALONE
+        if ranks.size > 1:
+            rank, world_size, device = ranks.rank, ranks.size, str(ranks.device)
         counts = workers, rank, world_size
         if not all(isinstance(count, int) for count in counts) or workers < 1 or not 0 <= rank < world_size:
             raise UsageError(
@@ -99,19 +104,24 @@ class Run:
             )
         if progress is not None and not callable(progress):
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
-        if recipe.alone and world_size > 1:
+        apart = world_size > ranks.size  # ranks that meet in the output's folder alone
+        if (recipe.alone and apart) or (ranks.size > 1 and not recipe.together):
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
-        started, stages, joining = time.monotonic(), {}, world_size > 1
-        with Lock(plan.output, plan.work, joining) as lock:
-            opened = open_output(plan, resume, overwrite, joining, lock)
+        started, stages = time.monotonic(), {}
+        with Lock(
+            plan.output, plan.work, apart
+        ) as lock:  # of ranks that speak to each other the first holds it for all
+            opened = ranks.first(lambda: open_output(plan, resume, overwrite, apart, lock))
             if opened:
+                check_shared(plan, ranks)
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
-                share = rank, world_size, device, step
+                share = rank, world_size, device, step, ranks
                 busy = min(workers, len(plan.shards))  # each has a shard at a time
                 stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
-                if finish(plan) is None:
+                ranks.wait()
+                if not ranks.first(lambda: finish(plan) is not None):
                     return None
         return _outcome(
             plan.output,
@@ -139,6 +149,7 @@ def compress(
     trust_remote_code: bool = False,
     revision: str | None = None,
     progress: Report | None = None,
+    ranks: Ranks | None = None,
 ) -> Outcome | None:
     """Compress a language model into an artifact: `tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5))`.
 
@@ -151,6 +162,7 @@ def compress(
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
     progress    called with what is at hand, the units of work that are done, and those in all
+    ranks       of a calibrated recipe, under torchrun: `tilepress.ranks.Ranks.start()`, whose processes share text and work, in place of `rank`
 
     Of several recipes the steps before the last are written beside the output, in `OUTPUT.steps`, and removed at the end; `resume` goes on with
     the step that was stopped. The artifact is the one that a call for each recipe would make; every step knows the model by its first name.
@@ -170,8 +182,8 @@ def compress(
     if len(recipes) == 1:
         (dataset,) = datasets
         run = plan(model, output, recipes[0], dataset=dataset, trust_remote_code=trust_remote_code, revision=revision)
-        return run.start(device, resume=resume, overwrite=overwrite, progress=progress, **how)
-    if world_size != 1:
+        return run.start(device, resume=resume, overwrite=overwrite, progress=progress, ranks=ranks, **how)
+    if world_size != 1 or ranks is not None:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
     return _stack(open_model(model, revision), _folder(output), recipes, datasets, trust_remote_code, how, progress)

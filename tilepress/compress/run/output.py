@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import time
+import uuid
 from pathlib import Path
 
 from tilepress.compress.run.lock import LOCK_NAME, Lock
@@ -10,6 +12,7 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_manifest
 from tilepress.formats.files import in_utf8, read_json
+from tilepress.ranks import Ranks
 
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
 
@@ -54,6 +57,27 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     facts = {"fingerprint": plan.fingerprint, "command": plan.recipe.command, "settings": plan.settings}
     write_atomic(plan.work / "plan.json", to_json(facts), plan.work)
     return True
+
+
+def check_shared(plan: Plan, ranks: Ranks, patience_s: float = 15.0) -> None:
+    """Raise UsageError where a rank does not see what the first one writes to the work folder."""
+    if ranks.size == 1:
+        return
+    mark = ranks.first(lambda: f"seen-by-all-{uuid.uuid4().hex}")
+    if not ranks.rank:
+        write_atomic(plan.work / mark, b"", plan.work)
+    ranks.wait()
+    until = time.monotonic() + patience_s  # a network's disk may be late
+    while not (seen := (plan.work / mark).exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = [rank for rank, sees in enumerate(ranks.tell(seen)) if not sees]
+    if not ranks.rank:
+        (plan.work / mark).unlink(missing_ok=True)
+    if blind:
+        raise UsageError(
+            f"rank {blind[0]} does not see what rank 0 writes to {plan.output}",
+            "give -o DIR on a disk that all ranks share",
+        )
 
 
 def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path] | None:
