@@ -66,6 +66,13 @@ class Moments:
                 found = ranks.sum(found) if owner is None else ranks.sum_for(found, owner)
             setattr(self, name, found if owner in (None, ranks.rank) else None)
 
+    def scale(self, factor: float) -> None:
+        """Take it that every input had been multiplied by the root of a factor."""
+        if factor != 1.0:
+            for matrix in (self._sum, self._difference):
+                if matrix is not None:
+                    matrix.mul_(factor)
+
     def divide(self, columns: Tensor) -> None:
         """Take it that every input had been divided by columns [channels]."""
         for matrix in (self._sum, self._difference):
