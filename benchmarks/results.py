@@ -13,7 +13,8 @@ RESULTS = ROOT / "benchmarks" / "h100"
 
 NAMES = {  # of a recipe in quality.json: as README calls it. Others stand in docs/results.md alone.
     "dense": "dense, bfloat16",
-    "int8, no text": "INT8 without text",
+    "int8, no text": "INT8 without calibration",
+    "int8, random tokens": "INT8 without text, on random tokens",
     "int8": "INT8, calibrated",
     "kv4": "4-bit cache",
     "int8 + kv4": "INT8 and 4-bit cache",

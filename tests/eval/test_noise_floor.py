@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tilepress
 from tilepress import KVCache
 from tilepress.formats import UsageError
+from tilepress.runtime.half import fast_products
 
 
 def by_hand(path, text, narrow, wide) -> tuple[float, float, float]:
@@ -21,7 +22,7 @@ def by_hand(path, text, narrow, wide) -> tuple[float, float, float]:
     logp = []
     for dtype in (narrow, wide):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), fast_products(dtype, "cpu"):  # this noise is that of one way to add
             found = [model(window[None]).logits[0, :-1].float().double() for window in ids]
         logp.append(torch.log_softmax(torch.cat(found), -1))
     p, q = logp

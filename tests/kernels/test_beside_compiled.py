@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cards import HOPPER
 from torch._inductor import config as inductor
 
 from tilepress.formats import tiled_bitmap, tiled_csl
@@ -10,9 +11,6 @@ from tilepress.kernels.tiled_bitmap_spmm import tiled_bitmap_spmm
 from tilepress.kernels.tiled_csl_spmm import tiled_csl_spmm
 from tilepress.runtime.vllm import compat
 
-HOPPER = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="kernels of Hopper"
-)
 LAYERS, WIDTH = 6, 1024
 
 

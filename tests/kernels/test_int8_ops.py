@@ -44,7 +44,7 @@ def test_int_mm_is_exact_without_vnni(monkeypatch):
     # Some processors are exact all the same; the script fails where a product is not.
     told = [f"w8a8_gemm reference ({how}) on cpu\n" for how in ("float64", "torch._int_mm")]
     assert ran.returncode == 0 and ran.stdout in told, ran.stderr
-    monkeypatch.setattr(w8a8_gemm, "cpu_adds_exactly", lambda: False)
+    monkeypatch.setattr(w8a8_gemm, "cpu_multiplies", lambda: False)
     with torch.autocast("cpu", torch.bfloat16):
         test_int_mm_is_exact(33, 1300, 2500, "cpu")
     test_int_mm_is_exact_at_the_extremes()

@@ -265,7 +265,7 @@ def test_dequantizing_rounds_as_the_reference(dtype):
 
 def test_paths():
     cpu = torch.device("cpu")
-    how = "torch._int_mm" if w8a8_gemm.cpu_adds_exactly() else "float64"
+    how = "torch._int_mm" if w8a8_gemm.cpu_multiplies() else "float64"
     assert str(w8a8_gemm.path(cpu, torch.bfloat16, torch.bfloat16, 64, 64)) == f"w8a8_gemm reference ({how}) on cpu"
     assert str(w8a16_gemm.path(cpu, torch.bfloat16, torch.bfloat16, 64)) == "w8a16_gemm reference (dequantize) on cpu"
 

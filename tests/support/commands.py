@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 SCRIPT = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 import pydantic.fields, torch, transformers.models.llama.modeling_llama
@@ -21,6 +21,8 @@ from tilepress.cli import app
 import tilepress.compress.run.api
 
 get_checkpoint_conversion_mapping("llama")  # it keeps what it makes, for every family
+gc.collect()
+gc.freeze()  # else each fork looks through all that was imported, and so copies it
 
 def start(folder, is_leader, words, env):
     pid = os.fork()

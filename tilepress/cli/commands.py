@@ -15,14 +15,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tilepress.cli.terminal import keep_log, log
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, is_address
 from tilepress.version import __version__
 
 PANELS = {  # options that many commands share, by the panel of the help that they stand in; all others come before
     "Text": ("dataset", "nsamples", "seqlen", "seed", "bos", "eval_dataset"),
     "Model": ("ignore", "trust_remote_code", "revision"),
     "Machine": ("device", "threads", "card"),
-    "Several workers": ("workers", "rank", "world_size"),
+    "Several workers": ("workers", "rank", "world_size", "ray"),
     "Output": (
         *("output", "overwrite", "resume", "dry_run", "report", "write_card", "json_", "quiet", "verbose", "log_file"),
     ),
@@ -30,7 +30,7 @@ PANELS = {  # options that many commands share, by the panel of the help that th
 _OTHERS = "Options"
 _WORDS = {int: "NUMBER", int | None: "NUMBER", float: "NUMBER", float | None: "NUMBER", str: "TEXT", str | None: "TEXT"}
 # What help lists and more is taken: layouts from elsewhere, sizes that heads divide into, dtypes of few uses; and what has an error of its own.
-_OPEN = ("format", "to", "group_size", "dtype", "what")
+_OPEN = ("ray", "format", "to", "group_size", "dtype", "what")
 _MODELS = ("model", "base", "a", "b")
 
 Verbose = Annotated[
@@ -70,7 +70,7 @@ def _check(param, value: object) -> None:
     closed = len(choices) > 1 and param.name not in _OPEN and all(word == word.lower() for word in choices)
     if closed and value not in (None, param.default) and str(value) not in choices:
         raise UsageError(f"{param.opts[0]} {value} is unknown", f"choose one of {', '.join(choices)}")
-    if param.name in _MODELS and isinstance(value, str) and value:
+    if param.name in _MODELS and isinstance(value, str) and value and not is_address(value):
         path = Path(value).expanduser()
         if (value.startswith((".", "/", "~")) or value.count("/") > 1) and not path.is_dir():
             raise UsageError(f"{path} is not a folder", "give a folder with config.json and *.safetensors, or a hub id")

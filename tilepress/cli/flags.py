@@ -25,9 +25,17 @@ def _size(gib: float) -> float:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder or hub id, dense or an artifact.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Folder, hub id or address (s3://…), dense or an artifact.", show_default=False
+    ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)]
+Output = Annotated[
+    str,  # of an address a path would keep one slash
+    typer.Option(
+        "--output", "-o", metavar="DIR", help="Folder to write; or an address: s3://BUCKET/DIR.", show_default=False
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N|auto", help="Where to compute.")]
 Threads = Annotated[
     int | None,
@@ -77,6 +85,14 @@ Rank = Annotated[
 WorldSize = Annotated[
     int | None, typer.Option(min=1, help="How many workers.  [default: WORLD_SIZE or SLURM_NTASKS]", show_default=False)
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS|local",
+        help="Write shards as tasks of a Ray cluster, --workers at a time if given: HOST:PORT, auto, or local (needs the extra ray).",
+        show_default=False,
+    ),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)]
 Dataset = Annotated[
@@ -116,6 +132,7 @@ class Making:
     workers: ClassVar[int] = 1
     rank: ClassVar[int | None] = None
     world_size: ClassVar[int | None] = None
+    ray: ClassVar[str | None] = None
     share: ClassVar[tuple[int, int]] = (0, 1)  # this worker, of how many
     device: Device = "auto"
     threads: Threads = None
@@ -137,6 +154,7 @@ class Writing(Making):
     workers: Workers = 1
     rank: Rank = None
     world_size: WorldSize = None
+    ray: Ray = None
 
     @property
     def ignored(self) -> tuple[str, ...]:

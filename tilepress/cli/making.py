@@ -24,6 +24,7 @@ from tilepress.cli.terminal import (
     size,
     table,
 )
+from tilepress.formats import UsageError, is_address
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
@@ -41,10 +42,31 @@ def plan_text(facts: dict, *told: str) -> str:
 
 
 def sizes_text(facts: dict, what: str) -> str:
-    """Return the line of a dry run that tells shards, sizes and memory."""
-    return (
+    """Return the lines of a dry run that tell shards, sizes, memory, and what a piece of the model took here."""
+    lines = (
         f"  {what} in {facts['shards']} shards; {size(facts['source_bytes'])} now, about "
         f"{size(facts['disk_bytes'])} of disk; memory about {size(facts['peak_memory_bytes'])} beside torch itself"
+    )
+    return f"{lines}\n{forecast_text(facts['forecast'])}" if "forecast" in facts else lines
+
+
+def forecast_text(found: dict) -> str:
+    """Return the line that tells how long workers take, each alone on a machine like this one."""
+    rates = f"read {size(found['read_bytes_s'])}/s, compute {found['elements_s'] / 1e6:.0f} M weights/s, write {size(found['write_bytes_s'])}/s"
+    many = f"each of {found['workers']} workers" if found["workers"] > 1 else "one worker"
+    hour = found["workers_for_an_hour"]
+    enough = "no number of workers ends" if hour is None else f"{hour} worker{'s' * (hour > 1)} end{'s' * (hour == 1)}"
+    return (
+        f"  about {duration(found['seconds_per_worker'])} and {size(found['read_bytes_per_worker'])} to read for {many}, by a piece "
+        f"timed here ({rates}); {enough} within an hour"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, minutes or hours, as they are read."""
+    return next(
+        (f"{seconds / unit:.1f} {name}" for name, unit in (("h", 3600), ("min", 60)) if seconds >= unit),
+        f"{seconds:.1f} s",
     )
 
 
@@ -79,13 +101,7 @@ class Words:
 
 
 def make(
-    model: str,
-    output: Path,
-    recipe: "Recipe",
-    text: "Text | None",
-    how: Making,
-    words: Words,
-    writer: str | None = None,
+    model: str, output: str, recipe: "Recipe", text: "Text | None", how: Making, words: Words, writer: str | None = None
 ) -> "tilepress.Outcome | None":
     """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
@@ -122,6 +138,8 @@ def _make(
     ranks: "Ranks | None",
 ) -> "tilepress.Outcome | None":
     check_report(how.report)
+    if how.report is not None and is_address(output):
+        raise UsageError("--report reads a folder", "leave it out, or write to a folder")
     quiet_libraries()
     settle_threads(how.threads, how.quiet or how.dry_run)
     options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
@@ -129,7 +147,10 @@ def _make(
     for warning in run.warnings:
         say(f"warning: {warning}")
     if how.dry_run:
-        print(json.dumps(run.to_json(), indent=2) if how.json_ else words.planned(run.to_json()))
+        facts = run.to_json()
+        if (found := run.forecast(how.device, how.workers * how.share[1])) is not None:
+            facts["forecast"] = found
+        print(json.dumps(facts, indent=2) if how.json_ else words.planned(facts))
         return None
     rank, world_size = how.share
     if ranks is not None and rank:
@@ -147,6 +168,7 @@ def _make(
             workers=how.workers,
             rank=rank,
             world_size=world_size,
+            ray=how.ray,
             progress=bar.at,
             ranks=ranks,
         )
@@ -187,15 +209,15 @@ def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Te
     return found.text
 
 
-def say_next(output: Path, base: str | Path, how: Making) -> None:
+def say_next(output: str, base: str | Path, how: Making) -> None:
     """Name the command that measures what the new artifact costs."""
-    if how.quiet:
+    if how.quiet or is_address(output):
         return
     from tilepress.formats.checkpoint import read_manifest
     from tilepress.text import CALIBRATION, RANDOM, Text
 
-    words = ["tilepress", "eval", "perplexity", str(output), "--base", str(base)]
-    dataset = read_manifest(output)["settings"].get("dataset")
+    words = ["tilepress", "eval", "perplexity", output, "--base", str(base)]
+    dataset = read_manifest(Path(output))["settings"].get("dataset")
     if dataset not in (None, CALIBRATION, RANDOM) and Text(dataset).temperature is None:
         words += ["--dataset", dataset]
     if how.trust_remote_code:

@@ -128,7 +128,8 @@ def prune(
     if sweep and recover:
         raise UsageError("--sweep measures pruning alone", "leave out --recover")
     if sweep:
-        _sweep(model, [replace(recipe, sparsity=value) for value in sparsities], output, text, eval_dataset, bos, how)
+        recipes = [replace(recipe, sparsity=value) for value in sparsities]
+        _sweep(model, recipes, Path(output), text, eval_dataset, bos, how)
         return
     if recover:
         if method == "magnitude" and nsamples is not None and not blocks and text.temperature is None:
@@ -146,8 +147,9 @@ def _sweep(
     model: str, recipes: "list[Prune]", output: Path, text: "Text | None", eval_dataset: str, bos: str, how: Writing
 ) -> None:
     """Measure every recipe, and print what came out."""
-    if how.workers > 1 or how.rank is not None or how.dry_run:
-        raise UsageError("--sweep measures one artifact after the other", "leave out --workers, --rank and --dry-run")
+    if how.workers > 1 or how.rank is not None or how.ray is not None or how.dry_run:
+        hint = "leave out --workers, --rank, --ray and --dry-run"
+        raise UsageError("--sweep measures one artifact after the other", hint)
     from tilepress.eval.sweep import HEAD, cells, sweep
 
     check_report(how.report)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilepress.chat import Chat
 from tilepress.eval.scores import Distance, DistanceSums, divergence, score
 from tilepress.formats import UsageError
+from tilepress.runtime.half import fast_products
 from tilepress.runtime.hf.paged_cache import cache_mode
 
 PROMPTS = (
@@ -111,6 +112,9 @@ def compare(
 def _scored(model, prompt: Sequence[int], answer: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the losses [n] and the logits [n, vocabulary] of an answer's tokens, on the CPU."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    with cache_mode(model, "off" if getattr(model, "kv_state", None) is None else "sim"):
+    with (
+        cache_mode(model, "off" if getattr(model, "kv_state", None) is None else "sim"),
+        fast_products(model.dtype, ids.device),
+    ):
         logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return score(logits, ids[0, len(prompt) :]).cpu(), logits.cpu()

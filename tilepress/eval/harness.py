@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tilepress.formats import UsageError, foreign_errors
+from tilepress.runtime.half import fast_products
 from tilepress.runtime.hf.paged_cache import cache_mode
 
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
@@ -82,6 +83,7 @@ def scores(
     with (
         foreign_errors("lm-evaluation-harness fails", "check the task, its data and the network"),
         cache_mode(model, mode),
+        fast_products(model.dtype, model.device),
         redirect_stderr(StringIO()),  # its bars and its log: one voice is enough
     ):
         found = simple_evaluate(

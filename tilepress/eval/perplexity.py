@@ -26,6 +26,7 @@ from tilepress.eval.scores import Distance, DistanceSums, Scores, WindowSums, sc
 from tilepress.formats import TilepressError, UsageError, dtype_name, foreign_errors, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.kv_int4 import PAGE_TOKENS
+from tilepress.runtime.half import fast_products
 from tilepress.runtime.hf.paged_cache import PagedCache, cache_mode
 from tilepress.runtime.loader import load, paths
 from tilepress.runtime.parallel.group import TensorParallel
@@ -318,7 +319,7 @@ def _runs(
 
 def _logits(model, window: Tensor, kv: str = "off") -> Tensor:
     """Return the logits of every position of a window, by one forward pass."""
-    with cache_mode(model, kv), torch.inference_mode():
+    with cache_mode(model, kv), torch.inference_mode(), fast_products(model.dtype, window.device):
         return model(window, use_cache=False).logits[0]
 
 
@@ -330,7 +331,7 @@ def _decoded(model, windows: Tensor) -> Tensor:
     n, tokens = windows.shape
     cache = PagedCache(model.kv_state.calibration, windows.device, num_pages=n * -(-tokens // PAGE_TOKENS))
     pieces = windows.split([tokens // 2, *[1] * (tokens - tokens // 2)], 1)
-    with torch.inference_mode():
+    with torch.inference_mode(), fast_products(model.dtype, model.device):
         return torch.cat([model(p, past_key_values=cache, use_cache=True).logits for p in pieces if p.numel()], 1)
 
 

@@ -29,6 +29,7 @@ from tilepress.eval import harness
 from tilepress.eval.scores import score
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.checkpoint import open_model
+from tilepress.runtime.half import fast_products
 from tilepress.runtime.hf.paged_cache import cache_mode
 from tilepress.runtime.loader import load, paths
 from tilepress.text import check_vocabulary, load_tokenizer, max_positions, rows, window_start
@@ -320,7 +321,7 @@ def _log_likelihoods(model, windows: list[tuple[list[int], int]], progress: Prog
         for numbers in (group[i : i + most] for i in range(0, len(group), most)):
             progress("window", done, len(windows))
             ids = torch.tensor([windows[i][0] for i in numbers], device=device)
-            with cache_mode(model, mode):
+            with cache_mode(model, mode), fast_products(model.dtype, ids.device):
                 logits = model(ids, use_cache=False).logits
             for i, of_window, own in zip(numbers, logits, ids, strict=True):
                 ending = windows[i][1]

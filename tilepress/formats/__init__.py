@@ -17,6 +17,11 @@ def dtype_name(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_address(place: object) -> bool:
+    """Tell an address in a store, `s3://BUCKET/MODEL`, from a path and a hub id."""
+    return "://" in str(place)
+
+
 class TilepressError(Exception):
     """Something the user can mend: `message` says what is wrong with its values, `hint` the command or flag that helps.
 

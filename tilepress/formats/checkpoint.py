@@ -24,6 +24,7 @@ from tilepress.formats import TilepressError, UsageError, first_line
 from tilepress.formats.files import REPAIR_HINT, in_utf8, read_json, regular
 from tilepress.formats.hub import locate
 from tilepress.formats.layout import Form, Layout, layout_named, layouts
+from tilepress.formats.storage import sizes_of
 
 FORMAT_VERSION = 1
 INDEX_NAME = "model.safetensors.index.json"
@@ -96,8 +97,10 @@ class Weight:
         return self.stored_as.holds_codes(self.name, [entry.name for entry in self.entries])
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file, checked against the file. Raises TilepressError naming the file and tensor."""
+def read_header(path: Path, whole: int | None = None) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, checked against the file. Raises TilepressError naming the file and tensor.
+
+    `whole` is the file's size where the file ends after its header, as those of a mirror do."""
 
     def refuse(why: str) -> TilepressError:
         return TilepressError(f"{path.name}: {why}", REPAIR_HINT)
@@ -111,7 +114,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return found
 
     try:
-        size = regular(path).stat().st_size
+        size = whole if whole is not None else regular(path).stat().st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -255,8 +258,9 @@ class Checkpoint:
             raise TilepressError(f"{self.path.name}: quantization_config in config.json is not an object", REPAIR_HINT)
         self.shards = self._find_shards()
         self.tensors: dict[str, TensorEntry] = {}
+        sizes = sizes_of(self.path)
         for shard in self.shards:
-            for name, entry in read_header(self.path / shard).items():
+            for name, entry in read_header(self.path / shard, sizes.get(shard)).items():
                 if name in self.tensors:
                     raise TilepressError(
                         f"tensor {name!r} is in both {self.tensors[name].file} and {shard}", REPAIR_HINT

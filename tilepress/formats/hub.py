@@ -9,13 +9,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, is_address
 
 _PATIENCE_S = 3.0  # for a connection; the hub's own client tries for 40 s
 
 
 def locate(model: str, revision: str | None = None, **options) -> Path:
     """A local folder as it is, or a hub id as its downloaded snapshot (`options` are those of huggingface_hub). Raises UsageError if there is neither."""
+    if is_address(model):
+        raise UsageError(
+            f"{model} is an address, and this reads folders and hub ids",
+            "one recipe without calibration, or `convert`, reads it shard by shard; for all else download it first",
+        )
     path = Path(model).expanduser()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         return path

@@ -9,6 +9,7 @@ sm80_w8a8_gemm.cu. Outputs of other dtypes than bfloat16 and float16 have the re
 import functools
 import json
 import math
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,8 +35,11 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as scales.cuh
 
 
 @functools.cache
-def cpu_adds_exactly() -> bool:
-    """Return whether torch._int_mm adds exactly on this CPU: without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate."""
+def cpu_multiplies() -> bool:
+    """Return whether torch._int_mm is exact and fast on this CPU. Without VNNI instructions oneDNN adds pairs of products in 16 bits, which saturate, or torch
+    has a plain loop, 15 times slower than a product of float64."""
+    if platform.machine() in ("x86_64", "AMD64") and not getattr(torch.cpu, "_is_vnni_supported", lambda: True)():
+        return False
     for value in (127, -128):
         x = torch.full((32, 64), value, dtype=torch.int8, device="cpu")
         if not all(bool((torch._int_mm(a, x.t()) == 64 * value**2).all()) for a in (x, x[:1])):
@@ -48,7 +52,7 @@ def int_mm(x: Tensor, weight: Tensor) -> Tensor:
     if x.shape[1] > _MOST:
         parts = zip(x.split(_MOST, 1), weight.split(_MOST, 1), strict=True)
         return sum(int_mm(a, b).long() for a, b in parts)
-    if x.device.type == "cpu" and not cpu_adds_exactly():
+    if x.device.type == "cpu" and not cpu_multiplies():
         x = x.double()  # exact, and no autocast takes it for less; some rows of the weight at a time, to spare memory
         return torch.cat([(x @ part.double().t()).int() for part in weight.split(1024)], 1)
     rows, cols = x.shape[0], weight.shape[0]
@@ -351,6 +355,6 @@ def _(x, x_scale, x_zero_point, weight, weight_scale, bias, out_dtype):
 def path(device: torch.device, out_dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int) -> Path:
     """Return which implementation serves a weight int8 [n, k] on a device."""
     if not _served(device, out_dtype, (scale_dtype,), k):
-        how = "torch._int_mm" if device.type != "cpu" or cpu_adds_exactly() else "float64"
+        how = "torch._int_mm" if device.type != "cpu" or cpu_multiplies() else "float64"
         return Path("w8a8_gemm", device.type, jit.why_not(device) or "", how)
     return Path("w8a8_gemm" if uses_wgmma(device, n, k) else "w8a8_mma", "cuda")

@@ -56,6 +56,7 @@ class LayerByLayer:
         heads = getattr(config, "num_attention_heads", 1)
         self.head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
         self._arguments: dict[int, list[tuple[tuple, dict]]] = {}  # of each layer, by sequence length
+        self._gives_tuples = False  # whether layers give what the next one gets as the first of several
         self._load_outside()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -97,7 +98,8 @@ class LayerByLayer:
         with torch.set_grad_enabled(grad), foreign_errors(f"{layer} does not run", _WITHOUT):
             module = self.model.get_submodule(layer) if twin is None else twin
             out = module(hidden.to(self.device, self.dtype), *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        self._gives_tuples = isinstance(out, tuple)
+        return out[0] if self._gives_tuples else out
 
     def argument(self, name: str):
         """Return what the first layer gets by this name beside the hidden states, or None."""
@@ -135,7 +137,7 @@ class LayerByLayer:
         try:
             self._load_head()
             for module in modules:
-                module.forward = lambda *args, **kwargs: hidden
+                module.forward = lambda *args, **kwargs: (hidden,) if self._gives_tuples else hidden
             with torch.no_grad(), foreign_errors("what comes after the layers does not run", _WITHOUT):
                 ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
                 return self.model(ids, use_cache=False).logits

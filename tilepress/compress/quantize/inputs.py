@@ -33,7 +33,8 @@ from tilepress.ranks import Ranks
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
-LEARNING_ROWS = 4096  # of each input, for learned factors
+# Of each input, for learned factors: a channel that is rarely large needs many. On a card they cost no more launches.
+LEARNING_ROWS = {"cpu": 4096, "cuda": 16384}
 _GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 
 
@@ -48,10 +49,11 @@ class Settings:
     dynamic: float  # of a static scheme the share of linear layers, at most, whose inputs are quantized per token
     dtype: torch.dtype | None  # the recipe's
     keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
+    device: str = "cpu"  # cpu | cuda
 
     @property
     def sampled_rows(self) -> int:
-        return LEARNING_ROWS if self.smooth == "learn" else SAMPLED_ROWS
+        return LEARNING_ROWS.get(self.device, LEARNING_ROWS["cpu"]) if self.smooth == "learn" else SAMPLED_ROWS
 
     @property
     def weighs_tokens(self) -> bool:

@@ -225,7 +225,9 @@ class Quantize(Recipe):
             return None
         smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
-        settings = Settings(self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep)
+        settings = Settings(
+            self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type
+        )
         return {"calibration": calibrate(plan, settings, device, progress, ranks)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -279,7 +281,7 @@ class Quantize(Recipe):
         copies = 2 if wide else 1  # inputs and outputs of a layer
         widest = max(t.cols for t in targets)
         window = 4 * text.seqlen * widest * 8  # a forward pass and its statistics
-        rows = LEARNING_ROWS if smooth == "learn" else SAMPLED_ROWS
+        rows = LEARNING_ROWS["cpu"] if smooth == "learn" else SAMPLED_ROWS
         inputs = max(sum(3 * 4 * rows * t.cols + HISTOGRAM_BYTES for t in found) for found in layers.values())
         if (
             rounding == "gptq"

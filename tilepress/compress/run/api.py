@@ -4,6 +4,7 @@
 sweep, the demo and Python programs come in here.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -12,11 +13,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from tilepress.compress.run import cluster
 from tilepress.compress.run.finish import GENERAL, finish, history
+from tilepress.compress.run.forecast import forecast
 from tilepress.compress.run.lock import LOCK_NAME, Lock
-from tilepress.compress.run.output import check_place, check_shared, open_output
+from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
+from tilepress.compress.run.remote import Output, Scratch, bring_model, check_remote, remote_of
 from tilepress.compress.run.shards import run_parallel, run_shards
+from tilepress.compress.run.shared import check_seen, check_shared
 from tilepress.compress.run.stages import add
 from tilepress.device import find_device
 from tilepress.formats import UsageError
@@ -33,7 +38,7 @@ Report = Callable[[str, int, int], None]  # (what is at hand, units of work done
 class Outcome:
     """What a finished run made; sizes are bytes of stored weights, counts are elements of the compressed ones."""
 
-    output: Path
+    output: Path | str  # an address where one was given
     source_bytes: int
     bytes: int
     targets: int  # weights that were compressed
@@ -69,6 +74,7 @@ class Run:
     """A run that is planned and not started."""
 
     plan: Plan
+    scratch: Scratch | None = None  # what stands here for addresses; it goes with the run
 
     @property
     def warnings(self) -> list[str]:
@@ -76,8 +82,12 @@ class Run:
         return self.plan.recipe.warnings()
 
     def to_json(self) -> dict:
-        """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it."""
+        """Return layers, sizes and memory in bytes, what is left alone and why, as `--dry-run --json` prints it beside `forecast`."""
         return self.plan.to_json()
+
+    def forecast(self, device: str = "auto", workers: int = 1) -> dict | None:
+        """Time a small piece of the model here; return what the run takes then, of which each of so many workers has a part."""
+        return forecast(self.plan, find_device(device), workers)
 
     def start(
         self,
@@ -88,6 +98,7 @@ class Run:
         workers: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        ray: str | None = None,
         progress: Report | None = None,
         ranks: Ranks | None = None,
     ) -> Outcome | None:
@@ -107,23 +118,39 @@ class Run:
         apart = world_size > ranks.size  # ranks that meet in the output's folder alone
         if (recipe.alone and apart) or (ranks.size > 1 and not recipe.together):
             raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        if ray is not None and world_size > 1:
+            raise UsageError("a Ray cluster is given, and ranks too", "let Ray share the run, or the ranks")
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
         started, stages = time.monotonic(), {}
-        with Lock(
-            plan.output, plan.work, apart
-        ) as lock:  # of ranks that speak to each other the first holds it for all
+        store = Output(plan) if plan.remote is not None and plan.remote.output is not None else None
+        on_ray = contextlib.nullcontext() if ray is None else cluster.connected(ray, workers)
+        # Of ranks that speak to each other the first holds the lock for all.
+        with on_ray, Lock(plan.output, plan.work, apart) as lock:
+            if store is not None:
+                store.look()
             opened = ranks.first(lambda: open_output(plan, resume, overwrite, apart, lock))
             if opened:
-                check_shared(plan, ranks)
+                if store is not None:
+                    store.begin()
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
+                if apart and store is None:
+                    check_shared(plan, rank)
+                check_seen(plan, ranks)
                 share = rank, world_size, device, step, ranks
                 busy = min(workers, len(plan.shards))  # each has a shard at a time
-                stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
+                if ray is not None:
+                    stages = cluster.run_on_cluster(plan, workers, device, step)
+                else:
+                    stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
+                if store is not None:
+                    store.look()  # others may have sent shards, too
                 ranks.wait()
                 if not ranks.first(lambda: finish(plan) is not None):
                     return None
-        return _outcome(
+                if store is not None:
+                    store.end()
+        made = _outcome(
             plan.output,
             recipe,
             plan.source_bytes,
@@ -132,6 +159,7 @@ class Run:
             stages=stages,
             was_complete=not opened,
         )
+        return made if store is None else replace(made, output=plan.remote.output)
 
 
 def compress(
@@ -146,6 +174,7 @@ def compress(
     workers: int = 1,
     rank: int = 0,
     world_size: int = 1,
+    ray: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
     progress: Report | None = None,
@@ -153,14 +182,16 @@ def compress(
 ) -> Outcome | None:
     """Compress a language model into an artifact: `tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5))`.
 
-    model       folder or hub id: a dense checkpoint or an artifact; `revision` is a branch, tag or commit of a hub id
-    output      folder to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
+    model       folder, hub id or address (`s3://…`, `hf://…`): a dense checkpoint or an artifact; `revision` is of the hub
+    output      folder or address to write; it must be empty or absent, but for `resume` (go on with a stopped run) and `overwrite` (replace an artifact)
     recipe      Prune, Quantize, KVCache, Recover or Convert; or several, each of which works on what the one before made
     dataset     text for recipes that read it: a file, a hub id, or a `tilepress.Text`, which says how much of it; unless given WikiText-2.
                 What the model writes itself is made before: `tilepress.sample(model).text`. Of several recipes each has its own if this is a list
     device      "cpu", "cuda", "cuda:N", or "auto": the first card, else the CPU
     workers     local processes that write shards
     rank        which one of `world_size` processes this is that share the run, on one machine or several with a common folder
+    ray         address of a Ray cluster whose machines write the shards, `workers` at a time where that is more than one: HOST:PORT, "auto",
+                or "local" for one on this machine
     progress    called with what is at hand, the units of work that are done, and those in all
     ranks       of a calibrated recipe, under torchrun: `tilepress.ranks.Ranks.start()`, whose processes share text and work, in place of `rank`
 
@@ -174,7 +205,7 @@ def compress(
     recipes = list(recipe) if isinstance(recipe, Iterable) else [recipe]
     if not recipes or not all(isinstance(each, Recipe) for each in recipes):
         raise UsageError(f"{recipe!r} is no recipe", "give Prune, Quantize, KVCache, Recover or Convert, or a list")
-    how = {"workers": workers, "rank": rank, "world_size": world_size}
+    how = {"workers": workers, "rank": rank, "world_size": world_size, "ray": ray}
     datasets = list(dataset) if isinstance(dataset, (list, tuple)) else [dataset] * len(recipes)
     if len(datasets) != len(recipes):
         told = f"{len(datasets)} texts for {len(recipes)} recipes"
@@ -186,6 +217,8 @@ def compress(
     if world_size != 1 or ranks is not None:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
+    if remote_of(model, output, revision) is not None:
+        raise UsageError("a stack of recipes reads and writes folders", "give addresses to one recipe at a time")
     return _stack(open_model(model, revision), _folder(output), recipes, datasets, trust_remote_code, how, progress)
 
 
@@ -203,9 +236,17 @@ def plan(
         raise UsageError(f"{recipe!r} is no recipe", "a plan takes one: Prune, Quantize, KVCache, Recover or Convert")
     if dataset is not None and recipe.refuses_text:
         raise UsageError(f"{recipe.refuses_text}, but a dataset is given", "leave it out")
-    checkpoint = open_model(model, revision)
+    if (remote := remote_of(model, output, revision)) is None:
+        checkpoint, output, scratch = open_model(model, revision), _folder(output), None
+    else:
+        scratch = Scratch()
+        checkpoint = bring_model(remote.source, scratch.path) if remote.source else open_model(model, revision)
+        output = scratch.path / "output" if remote.output else _folder(output)
     text = text_for(recipe, dataset, checkpoint, trust_remote_code)
-    return Run(make_plan(Inputs(checkpoint, text, trust_remote_code), _folder(output), recipe))
+    if remote is not None:
+        check_remote(remote, recipe, text)
+    planned = make_plan(Inputs(checkpoint, text, trust_remote_code), output, recipe)
+    return Run(replace(planned, remote=remote), scratch)
 
 
 def _folder(output: str | Path) -> Path:

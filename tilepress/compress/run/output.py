@@ -2,17 +2,15 @@
 
 import os
 import shutil
-import time
-import uuid
 from pathlib import Path
 
 from tilepress.compress.run.lock import LOCK_NAME, Lock
 from tilepress.compress.run.plan import Plan
+from tilepress.compress.run.remote import source_hash
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import INDEX_NAME, MANIFEST_NAME, read_manifest
 from tilepress.formats.files import in_utf8, read_json
-from tilepress.ranks import Ranks
 
 _SPARE_BYTES = 64 << 20  # left free on the disk beyond the planned size
 
@@ -37,8 +35,9 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     if own is None:
         return False
     parent = next(p for p in (plan.output, *plan.output.absolute().parents) if p.exists())
-    needed = plan.expected_bytes + plan.scratch_bytes + _SPARE_BYTES
-    needed -= sum(path.stat().st_size for path in own if path.is_file())
+    in_store = plan.remote is not None and plan.remote.output is not None
+    needed = _SPARE_BYTES + (plan.shard_room_bytes if in_store else plan.expected_bytes + plan.scratch_bytes)
+    needed -= sum(path.stat().st_size for path in own if path.is_file() and not in_store)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise TilepressError(
@@ -59,27 +58,6 @@ def open_output(plan: Plan, resume: bool, overwrite: bool, joining: bool = False
     return True
 
 
-def check_shared(plan: Plan, ranks: Ranks, patience_s: float = 15.0) -> None:
-    """Raise UsageError where a rank does not see what the first one writes to the work folder."""
-    if ranks.size == 1:
-        return
-    mark = ranks.first(lambda: f"seen-by-all-{uuid.uuid4().hex}")
-    if not ranks.rank:
-        write_atomic(plan.work / mark, b"", plan.work)
-    ranks.wait()
-    until = time.monotonic() + patience_s  # a network's disk may be late
-    while not (seen := (plan.work / mark).exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    blind = [rank for rank, sees in enumerate(ranks.tell(seen)) if not sees]
-    if not ranks.rank:
-        (plan.work / mark).unlink(missing_ok=True)
-    if blind:
-        raise UsageError(
-            f"rank {blind[0]} does not see what rank 0 writes to {plan.output}",
-            "give -o DIR on a disk that all ranks share",
-        )
-
-
 def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path] | None:
     """Return the files of ours that stand in the output, or None where it is this plan's finished artifact, which was asked for.
 
@@ -94,7 +72,7 @@ def _look(plan: Plan, resume: bool, overwrite: bool, joining: bool) -> list[Path
             return None
         if state != "fresh" and not (state == "started" and (resume or joining)):
             _refuse(plan, state, resume)
-    own = _own_files(plan.output)
+    own = _own_files(plan.output, plan.place)
     for folder, names, _ in os.walk(plan.output):
         if link := next((Path(folder, name) for name in names if Path(folder, name).is_symlink()), None):
             raise UsageError(
@@ -139,7 +117,7 @@ def _fingerprint(path: Path) -> str | None:
 def _refuse(plan: Plan, state: str, resume: bool) -> None:
     if resume:
         raise UsageError(
-            f"{plan.output} holds another run: other settings, another source, or none of ours",
+            f"{plan.place} holds another run: other settings, another source, or none of ours",
             "use the same command as before, or --overwrite",
         )
     what = {"finished": "a finished artifact", "artifact": "a finished artifact", "files": "files"}.get(
@@ -148,20 +126,22 @@ def _refuse(plan: Plan, state: str, resume: bool) -> None:
     ways = {"files": "", "finished": "take it with --resume, replace it with --overwrite, or "}
     ways["started"] = "continue it with --resume, replace it with --overwrite, or "
     hint = ways.get(state, "replace it with --overwrite, or ") + "choose another -o DIR"
-    raise UsageError(f"{plan.output} exists and holds {what}", hint)
+    raise UsageError(f"{plan.place} exists and holds {what}", hint)
 
 
 def _check_sources(plan: Plan) -> None:
     """A finished artifact is this plan's only if it was made from these very files."""
     declared = {file["name"]: file["sha256"] for file in read_manifest(plan.output)["source"]["files"]}
+    in_store = plan.remote is not None and plan.remote.source is not None
     for shard in plan.shards:
-        if declared.get(shard.source) != sha256_file(plan.source / shard.source):
+        found = source_hash(plan, shard) if in_store else sha256_file(plan.source / shard.source)
+        if declared.get(shard.source) != found:
             raise UsageError(
-                f"{plan.output} is complete, but {shard.source} has changed since", "make it again with --overwrite"
+                f"{plan.place} is complete, but {shard.source} has changed since", "make it again with --overwrite"
             )
 
 
-def _own_files(out: Path) -> list[Path]:
+def _own_files(out: Path, place: Path | str) -> list[Path]:
     """List the files that tilepress wrote into a folder: those a manifest lists, or the parts of an unfinished run."""
     if (out / MANIFEST_NAME).exists():
         try:
@@ -172,7 +152,7 @@ def _own_files(out: Path) -> list[Path]:
     if (out / WORK_FOLDER).exists():
         return [*out.glob("model-*-of-*.safetensors"), out / "config.json", out / INDEX_NAME]
     raise UsageError(
-        f"{out} was not written by tilepress, so --overwrite leaves it alone",
+        f"{place} was not written by tilepress, so --overwrite leaves it alone",
         "remove it yourself or choose another -o DIR",
     )
 

@@ -203,6 +203,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Remote:
+    """Where a run's model and output are in stores, as addresses; None for a folder."""
+
+    source: str | None
+    output: str | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything about a run that the headers tell."""
 
@@ -219,6 +227,13 @@ class Plan:
     expected_bytes: int  # of the result's shards
     scratch_bytes: int  # of the largest of them, which is there twice while its streams are joined
     peak_bytes: int  # anonymous memory, about, without what torch itself takes
+    remote: Remote | None = None  # addresses that `source` and `output` stand for
+
+    @property
+    def shard_room_bytes(self) -> int:
+        """Scratch that a worker takes whose shards come from a store or go there: a shard as it was, and twice as it becomes."""
+        stored = max((sum(job.weight.nbytes for job in shard.jobs) for shard in self.shards), default=0)
+        return stored + 2 * self.scratch_bytes
 
     @property
     def targets(self) -> list[Target]:
@@ -227,6 +242,11 @@ class Plan:
     @property
     def work(self) -> Path:
         return self.output / WORK_FOLDER
+
+    @property
+    def place(self) -> Path | str:
+        """Where the result goes, as the user gave it."""
+        return (self.remote and self.remote.output) or self.output
 
     @property
     def settings(self) -> dict:
@@ -344,9 +364,7 @@ def other_files(source: Path) -> list[Path]:
         names[:] = sorted(n for n in names if not n.startswith(".") and n not in checkpoints + sidecar)
         for name in sorted(files):
             path = here / name
-            weights = path.suffix in _WEIGHT_SUFFIXES or (
-                path.suffix == ".safetensors" and here.parts[:1] != (KV_FOLDER,)
-            )
+            weights = is_weight_file(name) and (path.suffix != ".safetensors" or here.parts[:1] != (KV_FOLDER,))
             if name not in own and not name.startswith(".") and not weights and (source / path).is_file():
                 if not any((source / path).resolve().is_relative_to(own_folder) for own_folder in own_folders):
                     raise UsageError(
@@ -357,6 +375,11 @@ def other_files(source: Path) -> list[Path]:
                     raise UsageError(f"the name of {source / path} is no text", "rename the file, or move it away")
                 found.append(path)
     return found
+
+
+def is_weight_file(name: str) -> bool:
+    """Tell whether a file of that name holds weights, in our format or another."""
+    return Path(name).suffix in (*_WEIGHT_SUFFIXES, ".safetensors")
 
 
 def _hub_blobs(source: Path) -> list[Path]:

@@ -12,11 +12,13 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
+from tilepress.compress.run.remote import fetched, send_shard
 from tilepress.compress.run.stages import Stages, add
 from tilepress.compress.run.targets import Target
 from tilepress.device import usable_cores
@@ -71,7 +73,7 @@ def run_parallel(
             waiting = {}
             for shard in plan.shards[rank::world_size]:
                 card = f"cuda:{shard.number % cards}" if cards else device
-                waiting[pool.submit(_shard_alone, plan, shard, state, card)] = shard
+                waiting[pool.submit(write_alone, plan, shard, state, card)] = shard
             for future in as_completed(waiting):
                 add(stages.seconds, future.result())
                 progress(waiting[future].output, waiting[future].elements)
@@ -96,17 +98,24 @@ def _setup_worker(threads: int, lifeline) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _shard_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+def write_alone(plan: Plan, shard: Shard, state: dict, device: str) -> dict[str, float]:
+    """Write a shard, unless it is done, in a process that has nothing else to do with the run; return the seconds of each stage."""
     stages = Stages(device)
     _ensure_shard(plan, shard, state, stages, lambda what, count: None)
     return stages.seconds
 
 
 def _ensure_shard(plan: Plan, shard: Shard, state: dict, stages: Stages, progress: Progress) -> None:
-    if done_record(plan, shard, hashed=True) is not None:
+    in_store = plan.remote is not None and plan.remote.output is not None  # which vouches for the bytes
+    if done_record(plan, shard, hashed=not in_store) is not None:
         progress(shard.output, shard.elements)
-    else:
+        return
+    with ExitStack() as fetching:
+        with stages.of("read"):
+            fetching.enter_context(fetched(plan, shard))
         _write_shard(plan, shard, Checkpoint(plan.source), state, stages, progress)
+    with stages.of("write"):
+        send_shard(plan, shard)
 
 
 def _write_shard(

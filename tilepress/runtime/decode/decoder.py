@@ -19,6 +19,7 @@ from torch.nn.functional import embedding
 
 from tilepress.kernels.arch import Path
 from tilepress.models.families import HALVES, LEARNED, RMS_PLUS_ONE, Family, family_of, heads_of, part
+from tilepress.runtime.half import fast_products
 from tilepress.runtime.linear.between import Activation, Norm, quantizes_by, takes_codes
 from tilepress.runtime.linear.merged import merge
 from tilepress.runtime.linear.packed import PackedLinear
@@ -193,10 +194,11 @@ class Decoder:
             return cache.attend(number, query, key, value, turns.get(layer.turns), layer, step).flatten(1)
 
         residual = None
-        for number, layer in enumerate(self.layers):
-            x, residual = layer.forward(x, residual, attend, number)
-        x, _ = self.final_norm(x[last], residual[last])
-        return self.lm_head(x)
+        with fast_products(self.dtype, self.device):
+            for number, layer in enumerate(self.layers):
+                x, residual = layer.forward(x, residual, attend, number)
+            x, _ = self.final_norm(x[last], residual[last])
+            return self.lm_head(x)
 
     @property
     def bytes_of_a_row(self) -> int:
