@@ -31,6 +31,11 @@ class RankLost(TilepressError):
     """Another rank of the run has ended, so that this one cannot go on."""
 
 
+def _of_connection(error: RuntimeError) -> bool:
+    """Return whether torch raised this because another process is gone: gloo has no type of its own for it."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
 def _answered(method: Callable) -> Callable:
     """Turn what torch raises of a broken connection into RankLost."""
 
@@ -41,7 +46,7 @@ def _answered(method: Callable) -> Callable:
         except TilepressError:
             raise
         except RuntimeError as error:
-            if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+            if not _of_connection(error):
                 raise
             raise RankLost(
                 f"a rank of this run has ended, and rank {self.rank} of {self.size} cannot go on without it",

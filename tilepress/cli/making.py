@@ -193,6 +193,19 @@ def _make(
     return made
 
 
+def experts_text(calibration: dict) -> list[str]:
+    """Return a line on how many tokens a mixture's experts got, if it is one."""
+    from tilepress.models.experts import expert_tokens
+
+    layers = expert_tokens(calibration)
+    tokens = sorted(count for of_layer in layers.values() for count in of_layer)
+    if not tokens:
+        return []
+    none = f", {tokens.count(0)} of them none" if 0 in tokens else ""
+    told = f"{len(tokens)} in {len(layers)} layers got {tokens[0]:,} to {tokens[-1]:,} tokens"
+    return [f"  experts    {told}, half of them at least {tokens[len(tokens) // 2]:,}{none}"]
+
+
 def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Text":
     """Return the text; one that the model writes with where it now is, and say what came of it."""
     if text.temperature is None:

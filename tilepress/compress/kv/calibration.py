@@ -68,7 +68,7 @@ class _Search(Visitor):
         self.settings, self.targets, self.dtype = settings, targets, targets[0].dtype
         self.shape = settings.shape
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
         tokens = sum(map(len, windows))
         if tokens < self.shape.head_dim:
             raise UsageError(f"{dataset} gave {tokens} tokens: too few to calibrate on", "give more text")

@@ -114,11 +114,12 @@ class Visitor:
     dtype: torch.dtype  # of hidden states between layers
     doing = "calibrating"  # what progress says before the layer's name
     reports = False  # whether `visit` reports the layer's units itself
+    all_experts = False  # whether experts of a mixture see every token, not only those that the router gives them
     keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
     targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
-        """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
+        """Return the windows of the text that so many ranks look at. Raises UsageError where they are too few."""
         return windows
 
     def compute_dtype(self, device: str) -> torch.dtype:
@@ -128,7 +129,10 @@ class Visitor:
     def model(self, plan: Plan, device: str) -> LayerByLayer:
         """Return the model to walk through, by default the plan's source."""
         targets, compute, stored = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
-        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
+        model = LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
+        if self.all_experts:
+            model.show_experts_all()
+        return model
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
@@ -207,13 +211,14 @@ class Walk:
 
         Raises UsageError for a text without tokens or with fewer windows than ranks, and for ranks that would not do the same."""
         text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
-        windows = visitor.choose(text.windows(tokenizer), text.dataset)
+        every = text.windows(tokenizer)
+        windows = visitor.choose(every, text.dataset, ranks.size)
         compute = visitor.compute_dtype(device)
         tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
         few = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
         facts = {"windows": len(windows), "tokens": tokens, "warnings": few, "computed_in": dtype_name(compute)}
         facts["device"] = torch.device(device).type
-        identity = identity_of(plan, windows, device, compute)
+        identity = identity_of(plan, visitor.choose(every, text.dataset), device, compute)  # for any number of ranks
         if ranks.size > 1:
             facts["ranks"] = ranks.size
             _check_alike(plan, windows, f"{facts['device']}, {facts['computed_in']}", ranks)

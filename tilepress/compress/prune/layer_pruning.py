@@ -25,6 +25,7 @@ from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_m
 from tilepress.compress.prune.settings import Settings
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.formats.stripes import converted
+from tilepress.models.experts import count_of, counting_tokens
 from tilepress.ranks import dealt
 
 _DENSE = "dense"  # the stream of the dense model
@@ -36,6 +37,7 @@ class LayerPruner(Visitor):
     def __init__(self, settings: Settings, zeros: dict[str, int], dtype: torch.dtype):
         """`zeros` is how many zeros each weight is to have, by its stored name."""
         self.settings, self.zeros, self.dtype = settings, zeros, dtype
+        self.all_experts = settings.all_experts
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
@@ -53,8 +55,11 @@ class LayerPruner(Visitor):
             in_order, modules = stages(layer.groups(module)), dict(module.named_modules(prefix=layer.path))
             pruned.find_ends(layer.probe)
             for number, stage in enumerate(in_order):
-                moments = self._observe(pruned, dense, in_order, number)
+                with counting_tokens(modules, model.device) as routed:
+                    moments = self._observe(pruned, dense, in_order, number)
                 tensors |= self._prune_stage(layer, stage, moments, modules, found)
+                if self.all_experts:
+                    _tell_routed(found["pruned"], stage, {path: layer.ranks.sum(n) for path, n in routed.items()})
                 del moments
             pruned.advance()
             if dense and not (in_order and _pairs(in_order[-1])):
@@ -107,22 +112,22 @@ class LayerPruner(Visitor):
         """Prune the linear layers of a stage in place, each on the rank that owns it; return this rank's weights by their stored names."""
         ranks, names = layer.ranks, layer.names
         owner = _owners(stage, modules, ranks.size)
+        for group in stage:  # all before the first is solved: a rank that solves would keep the others waiting
+            owning = {owner[path] for path in group.linears}
+            moments[group.linears[0]].reduce(ranks, owning.pop() if len(owning) == 1 else None)
         made: dict[str, Tensor] = {}
         told: dict[str, tuple[dict, str]] = {}
         for group in stage:
-            of_group, owning = moments.pop(group.linears[0]), {owner[path] for path in group.linears}
-            of_group.reduce(ranks, owning.pop() if len(owning) == 1 else None)
-            if own := [path for path in group.linears if owner[path] == ranks.rank]:
-                for path, weight, *facts in self._prune_group(group, own, of_group, modules, names):
-                    made[path], told[path] = weight, tuple(facts)
+            of_group, own = moments.pop(group.linears[0]), [path for path in group.linears if owner[path] == ranks.rank]
+            for path, weight, *facts in self._prune_group(group, own, of_group, modules, names) if own else ():
+                _put(modules[path], weight)
+                made[names[path]], told[path] = weight.cpu(), tuple(facts)
         told = {path: facts for of_rank in ranks.tell(told) for path, facts in of_rank.items()}
         for path in (path for group in stage for path in group.linears):
-            rows, cols, _ = linear_shape(modules[path])
-            weight = made.pop(path, None)
-            weight = torch.empty(rows, cols, dtype=self.dtype, device=ranks.device) if weight is None else weight
-            _put(modules[path], ranks.share(weight, owner[path]))
-            if owner[path] == ranks.rank:
-                made[names[path]] = weight.cpu()
+            if ranks.size > 1:
+                weight = modules[path].weight.data
+                shared = ranks.share(weight.to(self.dtype).contiguous(), owner[path])
+                weight.copy_(shared)
             facts, warning = told[path]
             found["pruned"].append(facts)
             found["warnings"] += [warning] if warning else []
@@ -150,6 +155,14 @@ class LayerPruner(Visitor):
             told = {"name": name, "method": "magnitude" if few else settings.method, "zeros": made}
             told |= {"sparsity": made / weight.numel(), "tokens": moments.tokens}
             yield path, pruned, told | ({} if few else {"output_error": round(error, 6)}), warning
+
+
+def _tell_routed(pruned: list[dict], stage: list[Group], counts: dict[str, Tensor]) -> None:
+    """Add to the facts of a stage's weights, the last ones, how many tokens the router gave each expert."""
+    paths = [path for group in stage for path in group.linears]
+    for path, told in zip(paths, pruned[-len(paths) :], strict=True):
+        if (routed := count_of(path, counts)) is not None:
+            told["routed"] = routed
 
 
 def _owners(stage: list[Group], modules: dict[str, nn.Module], size: int) -> dict[str, int]:

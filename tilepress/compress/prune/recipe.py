@@ -23,7 +23,14 @@ from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_thres
 from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING, Settings
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe, source_mtime
-from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.run.targets import (
+    EXPERTS_SEE,
+    LeftAlone,
+    Target,
+    check_experts,
+    check_patterns,
+    check_value_dtypes,
+)
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
@@ -53,6 +60,7 @@ class Prune(Recipe):
     allocation: str = "uniform"  # uniform | owl | auto: of methods that read text
     damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
     card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
+    experts: str = "routed"  # routed | all: which tokens of the text the experts of a mixture are fitted to
 
     command = "compress prune"
     together = True
@@ -70,7 +78,8 @@ class Prune(Recipe):
     @property
     def calibrating(self) -> Settings:
         """The settings that pruning with text reads."""
-        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype)
+        shown_all = self.experts == "all"
+        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype, all_experts=shown_all)
 
     def passes(self, text: Text | None) -> int:
         """A global threshold needs one more look at the targets (or two in float32), a calibration too, and an allocation another."""
@@ -86,6 +95,7 @@ class Prune(Recipe):
             (self.value_dtype, VALUE_DTYPES, "value-dtype"),
             (self.allocation, ALLOCATIONS, "allocation"),
             (self.card, PAIRS_BELOW, "card"),
+            (self.experts, EXPERTS_SEE, "experts"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
@@ -100,6 +110,8 @@ class Prune(Recipe):
                 f"--allocation {self.allocation} needs a method that reads text",
                 "add --method sparsegpt (or wanda, admm)",
             )
+        if not self.calibrates and self.experts == "all":
+            raise UsageError("--experts all, but --method magnitude reads no text", "leave it out, or choose a method")
         if not 0 < self.damping <= 1:
             raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
         check_patterns(self.ignore)
@@ -119,6 +131,8 @@ class Prune(Recipe):
         if self.calibrates:
             del chosen["scope"]
             chosen |= {"allocation": self.allocation, "damping": self.damping} | text.described()
+        if self.experts != "routed":
+            chosen["experts"] = self.experts
         return chosen
 
     def warnings(self) -> list[str]:
@@ -136,6 +150,7 @@ class Prune(Recipe):
         return round(self.sparsity * elements)
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        check_experts(self.experts, targets)
         if layout_for(self.format).packed:
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
 

@@ -44,9 +44,10 @@ class _Survey(Visitor):
 
     def __init__(self, settings: Settings, dtype: torch.dtype, ranks: Ranks = ALONE):
         self.settings, self.dtype, self.ranks = settings, dtype, ranks
+        self.all_experts = settings.all_experts
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
-        count = max(WINDOWS, self.ranks.size)
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
+        count = max(WINDOWS, ranks)
         return [window[:TOKENS] for window in windows[:: max(len(windows) // count, 1)][:count]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:

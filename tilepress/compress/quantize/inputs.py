@@ -50,6 +50,7 @@ class Settings:
     dtype: torch.dtype | None  # the recipe's
     keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
     device: str = "cpu"  # cpu | cuda
+    all_experts: bool = False  # whether experts of a mixture see every token of the text
 
     @property
     def sampled_rows(self) -> int:
@@ -93,6 +94,7 @@ class Input:
         )
         self.noise_per_token: float | None = None  # the same with a scale per token in place of the static range
         self.errors_per_token: list[float] | None = None
+        self.routed: int | None = None  # tokens that the router gives this expert, where it saw all of them
         self._seen: list[Tensor] = []  # rows of the window that runs
         # Rows of windows that were not looked at yet, their tokens' energy, and their place in the text where ranks share it.
         self._waiting: list[tuple[Tensor, Tensor | None, int | None]] = []
@@ -363,6 +365,8 @@ class Input:
     def record(self, names: dict[str, str]) -> dict:
         """Return what the manifest keeps."""
         found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
+        if self.routed is not None:
+            found["routed"] = self.routed
         if self.stats.tokens:
             found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
         if self.range is not None:

@@ -155,8 +155,9 @@ class InputStats:
         if len(here):
             where = (chosen[here] - before).to(ranks.device)
             sample[here.to(ranks.device)] = torch.cat([self._rows[0], self._beside[0][:, None]], 1)[where]
-        sample = ranks.sum_for(sample, owner)
-        self._rows, self._beside, self._keys = [sample[:, :-1].contiguous()], [sample[:, -1]], [keys[chosen]]
+        sample, chosen = ranks.sum_for(sample, owner), chosen if ranks.rank == owner else chosen[:0]
+        sample = sample[: len(chosen)]
+        self._rows, self._beside, self._keys = [sample[:, :-1].contiguous()], [sample[:, -1].clone()], [keys[chosen]]
 
     def divide(self, columns: Tensor) -> None:
         """Take it that every input had been divided by columns [channels], all positive; the histogram is of inputs as they were."""

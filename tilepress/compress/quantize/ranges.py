@@ -25,6 +25,7 @@ from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
 from tilepress.formats.checkpoint import linear_shape
+from tilepress.models.experts import count_of, counting_tokens
 from tilepress.ranks import ALONE, Ranks, dealt
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class _Ranges(Visitor):
     """Calibrates layer by layer; the float model runs on."""
 
     def __init__(self, settings: Settings, dtype: torch.dtype):
-        self.settings, self.dtype = settings, dtype
+        self.settings, self.dtype, self.all_experts = settings, dtype, settings.all_experts
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         check_inside(model)
@@ -162,8 +163,13 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
         # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
         outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
         probed = _probed(layer) if settings.weighs_tokens else []
-        for i, output in enumerate(_observe(layer, modules, owned, counting=not smooth)):
-            outputs[i] = output
+        with counting_tokens(modules, layer.model.device) as routed:
+            for i, output in enumerate(_observe(layer, modules, owned, counting=not smooth)):
+                outputs[i] = output
+        if settings.all_experts:
+            routed = {path: layer.ranks.sum(counts) for path, counts in routed.items()}
+            for item in inputs:
+                item.routed = count_of(item.group.linears[0], routed)
         for item in owned.mine:
             if smooth:
                 item.choose_factors(modules)

@@ -19,7 +19,14 @@ from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import Calibration, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
-from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.run.targets import (
+    EXPERTS_SEE,
+    LeftAlone,
+    Target,
+    check_experts,
+    check_patterns,
+    check_value_dtypes,
+)
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, PACKED_FORMAT, STATIC, WEIGHTS, Int8Layout, Int8Scheme
@@ -55,6 +62,7 @@ class Quantize(Recipe):
     )
 
     keep: float | None = None  # of the linear weights the share, at most, that stays in 16 bits; None: as `smooth`
+    experts: str = "routed"  # routed | all: which tokens of the text the experts of a mixture are calibrated on
 
     command = "compress quantize"
     together = True
@@ -64,7 +72,11 @@ class Quantize(Recipe):
         if self.smooth is not None:
             object.__setattr__(self, "smooth", str(self.smooth))
         check_kinds(self)
-        for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
+        for value, choices, flag in (
+            (self.weights, WEIGHTS, "weights"),
+            (self.activations, CHOICES, "activations"),
+            (self.experts, EXPERTS_SEE, "experts"),
+        ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
         if self.smooth not in (None, "off", "learn", "auto") and not _is_alpha(self.smooth):
@@ -169,6 +181,7 @@ class Quantize(Recipe):
             **({"rounding": rounding} if rounding != "nearest" else {}),
             **({"dynamic": dynamic} if dynamic else {}),
             **({"keep": keep} if keep else {}),
+            **({"experts": self.experts} if self.experts != "routed" else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else text.described())
@@ -179,6 +192,9 @@ class Quantize(Recipe):
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         checkpoint = inputs.checkpoint
+        check_experts(self.experts, targets)
+        if self.experts == "all" and inputs.text is None:
+            raise UsageError("--experts all, but no text is read", "add --dataset, or leave it out")
         self._check_dtype(checkpoint, targets)
         sparse_ones = [target for target in targets if self.layout(target).sparse]
         check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
@@ -225,8 +241,17 @@ class Quantize(Recipe):
             return None
         smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
+        shown_all = self.experts == "all"
         settings = Settings(
-            self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type
+            self.scheme,
+            self._observer,
+            smooth,
+            rounding,
+            dynamic,
+            self.dtype,
+            keep,
+            torch.device(device).type,
+            shown_all,
         )
         return {"calibration": calibrate(plan, settings, device, progress, ranks)}
 

@@ -15,6 +15,7 @@ from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, UsageError, foreign_errors
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.files import read_json, regular
+from tilepress.models.experts import expert_tokens
 from tilepress.models.families import heads_of
 
 _KINDS = {  # a result of ours, by keys that no other has
@@ -49,6 +50,7 @@ class Artifact:
     maps: dict[str, list[dict]]  # "output error", "sparsity": layer, projection and value of each weight
     cache_errors: list[dict]  # of each layer, from the calibration of an attention cache
     left_alone: dict[str, int]  # number of tensors by reason
+    experts: dict[str, list[int]]  # tokens that each of a mixture's experts was calibrated on, by where a layer's stand
 
     def context(self, gib: float) -> int | None:
         """Return how many tokens of one sequence a card of so many GiB holds beside the weights, about; None where heads are not known."""
@@ -166,6 +168,7 @@ def _artifact(path: Path) -> Artifact:
             {"output error": _output_errors(seen, manifest or {}), "sparsity": _sparsities(packed)},
             list(cache.get("report", [])),
             left,
+            expert_tokens((manifest or {}).get("calibration") or {}),
         )
 
 

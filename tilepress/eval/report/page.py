@@ -49,6 +49,7 @@ def html(found: Gathered, title: str | None = None) -> str:
         _speed(found),
         _drawings(drawn, ("speed", "bandwidth")),
         _layers(drawn, ("output-error", "sparsity", "cache")),
+        _experts(found),
         _texts(found),
         _recipes(found),
         _versions(found),
@@ -285,6 +286,21 @@ def _layers(drawn: dict[str, tuple[str, dict]], kinds: tuple[str, ...]) -> str:
     body = _drawings(drawn, kinds)
     told = "Errors are relative, of outputs on calibration text, as the manifest has them; experts of a layer are one mean."
     return _section("Layer by layer", body + _note(told)) if body else ""
+
+
+def _experts(found: Gathered) -> str:
+    rows = []
+    for one in found.artifacts:
+        for path, tokens in one.experts.items():
+            ordered = sorted(tokens)
+            numbers = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+            row = [one.name, path, str(len(tokens)), *(f"{number:,}" for number in numbers), str(tokens.count(0))]
+            rows.append(row)
+    if not rows:
+        return ""
+    told = "Tokens of the calibration text that the router gave each expert. Few say little of what an expert does."
+    head = ["model", "experts", "number", "fewest tokens", "median", "most", "without any"]
+    return _section("Experts", _table(head, rows) + _note(told))
 
 
 def _texts(found: Gathered) -> str:
