@@ -23,6 +23,7 @@ from tilepress.formats import TilepressError, UsageError
 
 T = TypeVar("T")
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+_TOGETHER = 1 << 24  # elements of tensors that travel together
 _TOLD = "tilepress/told"  # of the store: how many ranks had something to say of their end
 _store: dist.Store | None = None  # of the group that was started
 
@@ -103,6 +104,19 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
+
+    @_answered
+    def sum_each(self, tensors: Sequence[Tensor]) -> None:
+        """Put the sum over the ranks in each of some tensors of one dtype. Small ones travel together."""
+        waiting: list[Tensor] = []
+        for number, x in enumerate(tensors if self.size > 1 else (), 1):
+            waiting.append(x)
+            if number == len(tensors) or sum(each.numel() for each in waiting) >= _TOGETHER:
+                whole = torch.cat([each.reshape(-1) for each in waiting])
+                dist.all_reduce(whole, group=self.group)
+                for each, found in zip(waiting, whole.split([each.numel() for each in waiting]), strict=True):
+                    each.copy_(found.view_as(each))
+                waiting = []
 
     @_answered
     def sum_for(self, x: Tensor, owner: int) -> Tensor:

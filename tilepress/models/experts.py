@@ -84,7 +84,7 @@ def counting_tokens(modules: dict[str, nn.Module], device: torch.device) -> Iter
 
 def count_of(linear: str, counts: dict[str, Tensor]) -> int | None:
     """Return what `counting_tokens` counted for the expert of a linear layer, by its path; None for one that is no expert's."""
-    experts, number, _ = (linear.rsplit(".", 2) + ["", ""])[:3]
+    experts, _, number = linear.rpartition(".")[0].rpartition(".")
     return int(counts[experts][int(number)]) if experts in counts else None
 
 

@@ -221,7 +221,7 @@ class Walk:
         identity = identity_of(plan, visitor.choose(every, text.dataset), device, compute)  # for any number of ranks
         if ranks.size > 1:
             facts["ranks"] = ranks.size
-            _check_alike(plan, windows, f"{facts['device']}, {facts['computed_in']}", ranks)
+            check_alike(plan, windows, f"{facts['device']}, {facts['computed_in']}", ranks)
         if len(windows) < ranks.size:
             raise UsageError(
                 f"{text.dataset} gave {len(windows)} windows for {ranks.size} ranks: each needs one",
@@ -311,7 +311,7 @@ def _tensor_files(file: Path, facts: dict) -> list[str]:
     return facts.get(_FILES, [f"{file.name}.safetensors"])
 
 
-def _check_alike(plan: Plan, windows: list[list[int]], computing: str, ranks: Ranks) -> None:
+def check_alike(plan: Plan, windows: list[list[int]], computing: str, ranks: Ranks) -> None:
     """Raise UsageError where ranks see other files, text, settings or versions, or compute in another way."""
     digest = hashlib.sha256(json.dumps(windows).encode()).hexdigest()
     packages = ("torch", "transformers", "tokenizers", "safetensors")
