@@ -117,7 +117,8 @@ class Run:
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
         apart = world_size > ranks.size  # ranks that meet in the output's folder alone
         if (recipe.alone and apart) or (ranks.size > 1 and not recipe.together):
-            raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+            way = "start it once, or with torchrun" if recipe.together else "start it once"
+            raise UsageError(f"`{recipe.command}` with these settings runs in one process", way)
         if ray is not None and world_size > 1:
             raise UsageError("a Ray cluster is given, and ranks too", "let Ray share the run, or the ranks")
         if plan.text is not None and rank == 0:
