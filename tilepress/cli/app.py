@@ -92,7 +92,8 @@ def main() -> None:
             os._exit(code)
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:2] in (["compress"], ["convert"])
-        say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
+        program = "torchrun … -m tilepress" if "LOCAL_RANK" in os.environ else "tilepress"
+        say("interrupted" + (f"; continue with: {program} {command} --resume" if writes else ""))
     with contextlib.suppress(OSError):
         print(end="", flush=True)
         sys.exit(code)

@@ -152,7 +152,7 @@ def _make(
             facts["forecast"] = found
         print(json.dumps(facts, indent=2) if how.json_ else words.planned(facts))
         return None
-    rank, world_size = how.share
+    rank, world_size = how.share if ranks is None else (ranks.rank, ranks.size)
     if ranks is not None and rank:
         ranks.wait()  # for text that the first one has the model write
     if run.plan.text is not None and (rank == 0 or ranks is not None):  # others take what it calibrates
