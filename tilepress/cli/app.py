@@ -69,6 +69,8 @@ def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
     # Before torch is imported: threads that wait then sleep, and do not spin away the time of those that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "LOCAL_RANK" in os.environ:  # of torchrun: that a rank is gone one of the others tells in our words
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)

@@ -53,7 +53,9 @@ class SeparateExperts(nn.Module):
             if number >= self.num_experts:  # expert parallelism marks tokens of other ranks so
                 continue
             token, choice = torch.where(top_k_index == number)
-            expert, x = self.get_submodule(str(number)), hidden_states if self.every_token else hidden_states[token]
+            # A copy for each: what reads one tensor counts as one input.
+            x = hidden_states.clone() if self.every_token else hidden_states[token]
+            expert = self.get_submodule(str(number))
             y = expert[self.down](self.act_fn(expert[self.gate](x)) * expert[self.up](x))
             y = y[token] if self.every_token else y
             out.index_add_(0, token, (y * top_k_weights[token, choice, None]).to(out.dtype))
