@@ -61,7 +61,9 @@ def check_seen(plan: Plan, ranks: Ranks, patience_s: float = 15.0, every_s: floa
     """Look on every rank of those that speak to each other for the first one's token. Raises UsageError on all where one does not see it."""
     if ranks.size == 1:
         return
-    path = ranks.first(lambda: leave_token(plan, uuid.uuid4().hex))
+    path = plan.work / ranks.first(
+        lambda: leave_token(plan, uuid.uuid4().hex).name
+    )  # where this rank has its work folder
     until = time.monotonic() + patience_s  # a network's disk may be late
     while not (seen := path.exists()) and time.monotonic() < until:
         time.sleep(every_s)
