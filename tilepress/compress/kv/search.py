@@ -18,7 +18,7 @@ both is the largest length that was seen, around 0.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from tilepress.compress.kv.attention import LayerSeen, Sample, by_pairs
 from tilepress.formats.kv_calibration import Side
 from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat, clamped_share, fake_quantize
+from tilepress.ranks import ALONE, Ranks
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
@@ -46,24 +47,30 @@ class Candidate(NamedTuple):
 class Search:
     """The sampled windows of a layer, and what its attention gives on them.
 
+    Ranks have some of the windows each, and every error is of all.
     Windows of a length are worked on together where their keys are `together` numbers or fewer."""
 
-    def __init__(self, seen: LayerSeen, together: int = 1):
-        self.seen, self._found, self.samples = seen, {}, seen.together(together)
+    def __init__(self, seen: LayerSeen, together: int = 1, ranks: Ranks = ALONE):
+        self.seen, self._found, self.samples, self.ranks = seen, {}, seen.together(together), ranks
         self.weights = [weights(sample, seen.scaling) for sample in self.samples]
         self.exact = [
             attend(sample, seen.scaling, given) for given, sample in zip(self.weights, self.samples, strict=True)
         ]
         shares = [share for given in self.weights for share in given[..., 0].mean((1, 2, 3))]
-        self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
-        powers = torch.cat([out.square().sum((1, 2, 3, 4)) for out in self.exact])
-        self.power = max(sum(powers.tolist()), 1e-30)
+        first = self._mean(shares)  # of the attention that queries give the first token
+        self.first_attention = float(first)
+        powers = [power for out in self.exact for power in out.square().sum((1, 2, 3, 4)).tolist()]
+        self.power = max(self._total(sum(powers)), 1e-30)
 
     def errors(self, **quantized: list[Tensor]) -> Tensor:
         """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
 
         Nothing waits for the card. They are relative to the power of all heads' outputs, and add up to the layer's."""
-        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.exact[0].device)
+        return self.ranks.sum(self._own_errors(**quantized))
+
+    def _own_errors(self, **quantized: list[Tensor]) -> Tensor:
+        """Return the part of `errors` that comes from this rank's windows."""
+        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.seen.longest.device)
         for i, (sample, given, out) in enumerate(zip(self.samples, self.weights, self.exact, strict=True)):
             replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
             found = attend(replaced, self.seen.scaling, None if "key" in quantized else given)
@@ -94,7 +101,7 @@ class Search:
             errors = self.errors(**{what: self.back(what, form, Side(None), False)})
             return Candidate(form, False, Side(None), float(errors.sum()), {}, errors.tolist())
         sides = {
-            (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
+            (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate, self._mean)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
         }
         if form.bits == 4:
@@ -103,8 +110,8 @@ class Search:
                 for (alpha, clip, _), side in sides.items()
                 if clip == 1.0 or form.static
             }
-        errors = [self.errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
-        costs = dict(zip(sides, torch.stack(errors).cpu(), strict=True))
+        errors = [self._own_errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
+        costs = dict(zip(sides, self.ranks.sum(torch.stack(errors)).cpu(), strict=True))
         by_clip = {clip: [point for point in costs if point[1] == clip] for clip in CLIPS[form.static]}
         least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
         clip = min(least, key=lambda clip: float(least[clip].values.sum()))
@@ -121,15 +128,28 @@ class Search:
         """Return what the manifest says of the rounding of keys or values."""
         exact = [getattr(sample, what) for sample in self.samples]
         back = self.back(what, chosen.form, chosen.side, chosen.rotate)
-        off = torch.cat([(found - x).square().sum((1, 2, 3)) for found, x in zip(back, exact, strict=True)])
-        power = torch.cat([x.square().sum((1, 2, 3)) for x in exact])
-        facts = {f"{what}_error": (sum(off.tolist()) / max(sum(power.tolist()), 1e-30)) ** 0.5}
+        pairs = list(zip(back, exact, strict=True))
+        off = self._total(sum(off for found, x in pairs for off in (found - x).square().sum((1, 2, 3)).tolist()))
+        power = self._total(sum(power for x in exact for power in x.square().sum((1, 2, 3)).tolist()))
+        facts = {f"{what}_error": (off / max(power, 1e-30)) ** 0.5}
         if chosen.form.static:
             side = chosen.side
             windows = (window for x in exact for window in x)
             shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in windows]
-            facts[f"{what}_overflow"] = sum(shares) / len(shares)
+            facts[f"{what}_overflow"] = self._total(sum(shares)) / self._total(len(shares))
         return facts
+
+    def _total(self, number: float) -> float:
+        """Add up the ranks' numbers."""
+        return sum(self.ranks.tell(number))
+
+    def _mean(self, of_windows: list[Tensor]) -> Tensor:
+        """Return the mean of what each sampled window gives, the other ranks' too; on a rank without any of what is there."""
+        if self.ranks.size == 1:
+            return _mean(of_windows)
+        totals = self.ranks.tell((len(of_windows), sum(of_windows).cpu() if of_windows else 0.0))
+        count = sum(windows for windows, _ in totals)
+        return (sum(total for _, total in totals) / count).to(self.ranks.device)
 
 
 def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
@@ -170,8 +190,20 @@ def weights(sample: Sample, scaling: float) -> Tensor:
     return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
 
 
-def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
-    """Return the side at one point of the grid."""
+def _mean(of_windows: list[Tensor]) -> Tensor:
+    return torch.stack(of_windows).mean(0)
+
+
+def _side(
+    seen: LayerSeen,
+    what: str,
+    form: KVFormat,
+    alpha: float,
+    clip: float,
+    rotate: bool,
+    mean_of: Callable[[list[Tensor]], Tensor] = _mean,
+) -> Side:
+    """Return the side at one point of the grid; `mean_of` what each sampled window gives is of all ranks' windows."""
     low, high = _range(seen, what, form)
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
     if rotate:
@@ -184,7 +216,7 @@ def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float,
     # In these units a head's values are about 1, far from the ends of float16.
     windows = (window for sample in seen.samples for window in getattr(sample, what))
     powers = [((window - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for window in windows]
-    scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
+    scale = scale * mean_of(powers).sqrt().clamp(min=1e-6)[:, None]
     channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
 
