@@ -197,7 +197,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
     chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
         plain = {
-            (alpha, clip): kv_search._side(seen, what, form, alpha, clip, False)
+            (alpha, clip): kv_search.plain_side(seen, what, form, alpha, clip)
             for alpha in kv_search.ALPHAS
             for clip in CLIPS
         }
@@ -246,7 +246,9 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     key, value, facts = kv_search.choose(search, form, rotate)
     assert all(facts["key_first_exact"] + facts["value_first_exact"])
     turns = {"key": rotate, "value": False}
-    plain = [kv_search._side(seen, what, form, 0.5, 1.0, turns[what]) for what in turns]
+    plain = [kv_search.plain_side(seen, what, form, 0.5, 1.0) for what in turns]
+    if rotate:
+        plain[0] = kv_search.rotated_side(seen, search.usual, 0.5, 1.0)
     for (what, turned), side, before in zip(turns.items(), (key, value), plain, strict=True):
         first = getattr(seen.samples[1], what)[0, :, :1].transpose(0, 1)
         back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
@@ -257,6 +259,58 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
         for k, v in ((key, value), plain)
     ]
     assert errors[0] ** 0.5 == pytest.approx(facts["output_error"], rel=1e-4) and errors[0] < 0.5 * errors[1]
+
+
+def test_powers_are_weighted_by_what_reaches_the_output():
+    """Those of queries and keys, and the keys' mean, against the derivatives of the outputs with respect to every key but the first."""
+    seen, scaling = _with_a_sink(0.5), 0.2
+    seen.add(*(torch.randn(1, heads, 70, 32) for heads in (4, 2, 2)), scaling, keep=True)
+    weight, total, keys, queries = (torch.zeros(2, 32, dtype=torch.float64) for _ in range(4))
+    for sample in seen.samples:
+        exact = Sample(*(x if x.dtype == torch.int64 else x.double() for x in sample))
+        for head in range(2):
+
+            def outputs(key, head=head, exact=exact):
+                alone = Sample(exact.query[:, head : head + 1], exact.positions, key, exact.value[:, head : head + 1])
+                return kv_search.attend(alone, scaling).flatten()
+
+            key = exact.key[:, head : head + 1]
+            slopes = torch.autograd.functional.jacobian(outputs, key, vectorize=True)[:, 0, 0]
+            reaches = slopes.square().sum(0)[1:] / scaling**2  # [tokens, D]
+            of_key, key = reaches.sum(-1, keepdim=True), key[0, 0, 1:]
+            weight[head] += of_key.sum()
+            total[head] += (of_key * key).sum(0)
+            keys[head] += (of_key * key.square()).sum(0)
+            queries[head] += reaches.sum(0)
+    mean = total / weight
+    expected = mean, keys / weight - mean.square(), queries
+    for together in (1, 1 << 24):
+        for name, found, wanted in zip(
+            ("mean", "keys", "queries"), kv_search.Search(seen, together).reaching, expected, strict=True
+        ):
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-3, name
+
+
+def test_rotated_keys_take_the_better_powers():
+    """Of each head those whose scales give the output the smaller error: here two channels matter, of queries that few keys meet."""
+    generator = torch.Generator().manual_seed(0)
+    seen = LayerSeen("layer", AttentionShape(1, 2, 2, 32, False, 32))
+    size = torch.ones(32)
+    size[[3, 19]] = 12.0
+    query, key, value = (torch.randn(1, 2, 100, 32, generator=generator) for _ in range(3))
+    seldom = (torch.arange(100) % 5 == 0)[:, None]  # tokens of large keys and values; other queries are spread over all keys
+    query = torch.where(seldom, query * size, query * 0.1)
+    seen.add(query, key, torch.where(seldom, 4 * value, value), 0.15, keep=True)
+    search, form = kv_search.Search(seen), KVFormat(32)
+    chosen = search.best("key", form, True)
+    assert any(chosen.facts["key_weighted"])
+    costs = {}
+    for name in ("usual", "reaching"):
+        sides = [kv_search.rotated_side(seen, getattr(search, name), a, 1.0) for a in kv_search.ROTATED_ALPHAS]
+        sides += [kv_search.on_grid(seen.first("key"), form, side, True) for side in sides]
+        errors = torch.stack([search.errors(key=search.back("key", form, side, True)) for side in sides])
+        costs[name] = float(errors.min(0).values.sum())
+    assert chosen.cost <= min(costs.values()) * (1 + 1e-9)
 
 
 def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
