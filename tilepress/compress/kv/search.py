@@ -7,7 +7,7 @@ and for values, are those of a small grid with the least error of the attention'
 Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of a rotated row are alike in all channels, so a scale a_c makes
 the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
 root mean squares: there scale = (k / q)^alpha. An error of query i's score for key t reaches its output o_i times a_it * |v_t - o_i|, a_it the
-attention: few queries and keys matter. So mean, k and q are also tried with these squares as weights (`Powers`), over the sampled queries.
+attention: of queries that look at the first token alone nothing does. So q is also tried with these squares as weights (`Search.reaching`).
 
 A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
 its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
     rotate: bool
     side: Side
     cost: float  # relative squared error of the attention's output with this side quantized alone
-    facts: dict  # of each KV head alpha, in 4 bits whether the first token is stored exactly, rotated whether powers are weighted; clip
+    facts: dict  # of each KV head alpha, in 4 bits whether the first token is stored exactly, rotated whether queries are weighted; clip
 
 
 class _Point(NamedTuple):
@@ -52,14 +52,6 @@ class _Point(NamedTuple):
     clip: float
     weighted: bool = False  # scales of rotated keys follow from `Search.reaching`
     exact: bool = False  # means are moved until the first token is stored exactly
-
-
-class Powers(NamedTuple):
-    """What scales of rotated keys follow from: [KV heads, D] each."""
-
-    mean: Tensor  # of keys, float32
-    keys: Tensor  # squares around it
-    queries: Tensor  # squares
 
 
 class Search:
@@ -79,32 +71,20 @@ class Search:
         self.power = max(sum(powers.tolist()), 1e-30)
 
     @cached_property
-    def usual(self) -> Powers:
-        """Powers of all keys and queries alike."""
-        seen, mean = self.seen, (self.seen.key.total / self.seen.tokens).float()
-        return Powers(mean, seen.key.power - seen.tokens * mean.double().square(), seen.query_power)
-
-    @cached_property
-    def reaching(self) -> Powers:
-        """Powers weighted by how much of a rounding error of each key, met by each sampled query, reaches the attention's output.
+    def reaching(self) -> Tensor:
+        """Return the power of queries, weighted by how much of a rounding error of each key that a sampled query meets reaches its output: [KV heads, D].
 
         The first token is left out: where it takes much attention it is stored exactly."""
-        share, total, keys, queries = 0.0, 0.0, 0.0, 0.0
+        powers = 0.0
         for sample, given, out in zip(self.samples, self.weights, self.exact, strict=True):
             off = torch.einsum("whgnd,whtd->whgnt", out, sample.value) * -2
             off += sample.value.square().sum(-1)[:, :, None, None] + out.square().sum(-1)[..., None]
             met = given.square() * off.clamp(min=0)
             met[..., 0] = 0
-            reaches = torch.einsum("whgnt,whgnd->whtd", met, sample.query.square())
-            of_key = reaches.sum(-1)
-            for i in range(len(of_key)):  # one by one: sums do not depend on which came together
-                share = share + of_key[i].sum(-1, keepdim=True).double()
-                total = total + torch.einsum("ht,htd->hd", of_key[i], sample.key[i]).double()
-                keys = keys + torch.einsum("ht,htd->hd", of_key[i], sample.key[i].square()).double()
-                queries = queries + reaches[i].sum(1).double()
-        share = share.clamp(min=1e-30)
-        mean = total / share
-        return Powers(mean.float(), keys / share - mean.square(), queries)
+            of_windows = torch.einsum("whgn,whgnd->whd", met.sum(-1), sample.query.square())
+            for power in of_windows:  # one by one: sums do not depend on which came together
+                powers = powers + power.double()
+        return powers
 
     def errors(self, **quantized: list[Tensor]) -> Tensor:
         """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
@@ -144,8 +124,8 @@ class Search:
         for clip in CLIPS[form.static]:
             if rotate:
                 for weighted, alpha in itertools.product((False, True), ROTATED_ALPHAS):
-                    powers = self.reaching if weighted else self.usual
-                    sides[_Point(alpha, clip, weighted)] = rotated_side(self.seen, powers, alpha, clip)
+                    queries = self.reaching if weighted else self.seen.query_power
+                    sides[_Point(alpha, clip, weighted)] = rotated_side(self.seen, queries, alpha, clip)
             else:
                 sides |= {_Point(alpha, clip): plain_side(self.seen, what, form, alpha, clip) for alpha in ALPHAS}
         if form.bits == 4:
@@ -232,11 +212,13 @@ def plain_side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: f
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
 
 
-def rotated_side(seen: LayerSeen, powers: Powers, alpha: float, clip: float) -> Side:
-    """Return the side of rotated keys at one point of the grid."""
-    keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in powers[1:])
-    scale = _to_units(seen, "key", powers.mean, (keys / queries).sqrt().float() ** alpha)
-    return Side(torch.stack([powers.mean, scale, torch.ones_like(scale)]), None, clip)
+def rotated_side(seen: LayerSeen, queries: Tensor, alpha: float, clip: float) -> Side:
+    """Return the side of rotated keys at one point of the grid, for queries of a power [KV heads, D]."""
+    mean = (seen.key.total / seen.tokens).float()
+    variance = seen.key.power - seen.tokens * mean.double().square()
+    keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, queries))
+    scale = _to_units(seen, "key", mean, (keys / queries).sqrt().float() ** alpha)
+    return Side(torch.stack([mean, scale, torch.ones_like(scale)]), None, clip)
 
 
 def _to_units(seen: LayerSeen, what: str, mean: Tensor, scale: Tensor) -> Tensor:
