@@ -218,7 +218,7 @@ def _head_errors(report: list[dict]) -> list[dict]:
 
 
 def _expert_tokens(calibration: dict) -> list[dict]:
-    """Return how many tokens of the calibration text each expert of a mixture saw."""
+    """Return how many tokens of the calibration text the router of a mixture gave each expert."""
     cells = []
     for path, tokens in expert_tokens(calibration).items():
         if found := _LAYER.search(f"{path}.weight"):
