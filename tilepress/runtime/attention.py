@@ -37,12 +37,12 @@ class PackedLayer:
     """One layer's keys and values in pages, which are given to each call: uint8 [num_pages, KV heads, page_bytes]."""
 
     def __init__(self, layer: CachedLayer, refits: int, device: torch.device | str):
-        self.sides, self.rotate, self.refits = layer.to(device).sides, layer.rotate, refits
+        self.sides, self.rotate, self.refits, self.device = layer.to(device).sides, layer.rotate, refits, device
         self.layer_form, (self.form, self.value_form) = layer.form, op_forms(layer.form)
 
     def move(self, device: torch.device) -> None:
         """Move the calibration to another device."""
-        self.sides = tuple(side.to(device) for side in self.sides)
+        self.sides, self.device = tuple(side.to(device) for side in self.sides), device
 
     def append(
         self, pages: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, rope: Rope | None, fold: bool

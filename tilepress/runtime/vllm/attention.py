@@ -186,6 +186,17 @@ class PackedAttention(AttentionImpl[PackedMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Compile and load the kernels, on a page of nothing: a graph can do neither."""
+        heads, size, device = self.num_kv_heads, self.cache.layer_form.page_bytes, self.cache.device
+        pages = torch.zeros(1, heads, size, dtype=torch.uint8, device=device)
+        rows = torch.zeros(1, heads, self.head_size, dtype=act_dtype, device=device)
+        query = rows.new_zeros(1, self.num_heads, self.head_size)
+        table, seq_lens = torch.zeros(2, 1, 1, dtype=torch.int32, device=device)
+        self.cache.append(pages, query, rows, rows, torch.full((1,), -1, device=device), None, False)
+        self.cache.decode(pages, query, table, seq_lens[0], self.scale)
+        self.cache.prefill(pages, query.transpose(0, 1)[None], table, seq_lens[0], 1, self.scale)
+
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [tokens, KV heads, D] of as many tokens as there are slots; -1 is none."""
         rows = slice(len(slot_mapping))
