@@ -4,6 +4,7 @@ One forward pass over prompt and answer stands beside each request: what other r
 Pages that the scheduler hands out hold NaN until they are written.
 """
 
+import gc
 import json
 import math
 import shutil
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import artifacts
 from support.artifacts import few_words, prune, quantize, run_recipe
-from support.engines import CARD, assert_as, differences, engine, generate, model_of, sampled
+from support.engines import CARD, assert_as, differences, engine, generate, model_of, sampled, vllm
 
 import tilepress
 from tilepress import KVCache, demo
@@ -204,20 +206,23 @@ def test_drafted_tokens_and_mixed_forms(mixed):
     assert 0 < taken < drafted
 
 
-def test_w8a8_weights_and_what_4_bits_save(tmp_path, monkeypatch):
+def test_w8a8_weights_and_what_4_bits_save(checkpoint_of, tmp_path, monkeypatch):
     """Weights by vLLM's own kernels, in blocks that vLLM chooses. The same memory holds 3.5 times as many tokens as in 16 bits."""
-    quantize(demo.MODEL, tmp_path / "int8")
+    quantize(checkpoint_of("llama", **artifacts.CARD), tmp_path / "int8")
     run_recipe(KVCache(), tmp_path / "int8", tmp_path / "out", text=few_words(4, 64))
-    prompts, room, blocks = [WORDS[:70], WORDS[100:105]], {"kv_cache_memory_bytes": 1 << 24}, []
-    for switch, backend in (("", "TILEPRESS"), ("plain", "CPU_ATTN")):
+
+    def tokens(switch: str, backend: str) -> int:
         monkeypatch.setenv(cache.SWITCH, switch)
-        llm = engine(tmp_path / "out", dtype="bfloat16", **room)
+        llm = engine(tmp_path / "out", dtype="bfloat16", kv_cache_memory_bytes=1 << 24)
         layer, config = model_of(llm).model.layers[0].self_attn.attn, llm.llm_engine.vllm_config.cache_config
         assert CARD or layer.attn_backend.get_name() == backend
-        model = tilepress.load(tmp_path / "out", dtype=torch.float32, kv=not switch)
-        assert_as(model, prompts, generate(llm, prompts), 0.3)  # bfloat16 against float32
-        blocks.append(config.num_gpu_blocks * config.block_size)
-    assert blocks[0] >= 3.3 * blocks[1]
+        model, prompts = tilepress.load(tmp_path / "out", dtype=torch.float32, kv=not switch), [WORDS[:70], WORDS[:5]]
+        assert_as(model, prompts, generate(llm, prompts), 0.25)  # bfloat16 against float32
+        return config.num_gpu_blocks * config.block_size
+
+    ours = tokens("", "TILEPRESS")
+    gc.collect()  # an engine that goes takes vLLM's groups of ranks with it, from the next one too
+    assert ours >= 3.3 * tokens("plain", "CPU_ATTN")
 
 
 @pytest.mark.skipif(CARD and torch.cuda.device_count() < 2, reason="one card")
@@ -256,6 +261,21 @@ def asked_of(path, **changes):
         kv_transfer_config=settings["transfer"],
         load_config=SimpleNamespace(download_dir=None),
     )
+
+
+@pytest.mark.parametrize(
+    "ranks,rank,local,own", [(1, 0, 2, (0, 2)), (2, 1, 1, (1, 2)), (4, 2, 1, (1, 2)), (4, 1, 1, (0, 1))]
+)
+def test_a_rank_takes_its_own_heads(made, monkeypatch, ranks, rank, local, own):
+    """Two heads: one for each of two ranks, and one for every two of four."""
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setenv(cache.SWITCH, "packed")
+    found = cache.cache_for(asked_of(made(4, "static")), LAYER | {"num_heads": 4 // ranks, "num_kv_heads": local})
+    whole = kv_calibration.load(Checkpoint(made(4, "static"))).layers[1]
+    for part, side in zip(found.sides, whole.sides, strict=True):
+        assert torch.equal(part.channels, side.channels[:, slice(*own)]) and part.clip == side.clip
+        assert torch.equal(part.fixed, side.fixed[slice(*own)])
 
 
 LAYER = {"prefix": "model.layers.1.self_attn.attn", "num_heads": 4, "num_kv_heads": 2, "head_size": 64}
