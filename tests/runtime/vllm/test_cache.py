@@ -428,8 +428,9 @@ def test_graphs_hold_where_kernels_serve_every_layer(mixed, made, monkeypatch):
     assert supports(of_several, None).name == "NEVER"
 
 
-def test_the_constructor_is_wrapped_once():
+def test_constructors_are_wrapped_once():
     cache.watch()
-    wrapped = cache.Attention.__init__
-    cache.watch()
-    assert cache.Attention.__init__ is wrapped and not hasattr(wrapped.__wrapped__, "gives_caches")
+    for layer in (cache.Attention, cache.MLAAttention):
+        wrapped = layer.__init__
+        cache.watch()
+        assert layer.__init__ is wrapped and not hasattr(wrapped.__wrapped__, "gives_caches")

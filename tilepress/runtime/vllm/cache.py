@@ -1,7 +1,7 @@
 """Which attention layers of an engine get a calibrated cache, and what they get of it.
 
 An artifact's sidecar says that it has one, whatever its `quantization_config` says, so no quantization method of vLLM's can bring it. What every model
-does is to make `Attention` layers: `watch` wraps that constructor, the one place of vLLM that this package changes. A layer of an artifact with a
+does is to make attention layers: `watch` wraps their constructors, the one place of vLLM that this package changes. A layer of an artifact with a
 sidecar is given our backend (attention.py), by the constructor's own argument, and the pages that it asks for are ours.
 
 Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used wherever it can be, and two lines say why
@@ -11,12 +11,12 @@ where it cannot; `packed` makes those two lines an error; `plain` leaves vLLM's 
 import functools
 import inspect
 import os
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from tilepress.formats import TilepressError, UsageError, kv_calibration
@@ -35,12 +35,16 @@ _log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its ow
 
 def watch() -> None:
     """Give the attention layers that are made from now on the cache of their artifact; calling it again does nothing more."""
-    made = Attention.__init__
-    if getattr(made, "gives_caches", False):
-        return
+    for layer in (Attention, MLAAttention):  # the second for what it is told: that it is not served
+        if not getattr(layer.__init__, "gives_caches", False):
+            layer.__init__ = _giving_caches(layer.__init__)
+
+
+def _giving_caches(made: Callable) -> Callable:
+    """Return a layer's constructor that gives it a cache where there is one."""
 
     @functools.wraps(made)
-    def make(self: Attention, *args, **kwargs) -> None:
+    def make(self: torch.nn.Module, *args, **kwargs) -> None:
         asked = inspect.signature(made).bind(self, *args, **kwargs).arguments
         cache = cache_for(get_current_vllm_config(), asked)
         if cache is None:
@@ -53,7 +57,7 @@ def watch() -> None:
         return None
 
     make.gives_caches = True
-    Attention.__init__ = make
+    return make
 
 
 def cache_for(config: VllmConfig, asked: dict) -> PackedLayer | None:
@@ -107,6 +111,8 @@ def calibration_for(config: VllmConfig) -> KVCalibration | None:
             "a calibrated cache is not handed to other engines", f"leave --kv-transfer-config out, {leave}"
         )
     calibration = _read(model.model, model.revision, config.load_config.download_dir)
+    if isinstance(calibration, TilepressError):
+        raise calibration
     calibration.check_model(
         model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads(), model.get_head_size()
     )
@@ -114,11 +120,15 @@ def calibration_for(config: VllmConfig) -> KVCalibration | None:
 
 
 @functools.cache
-def _read(model: str, revision: str | None, folder: str | None) -> KVCalibration:
-    path: Path = locate(model, revision, cache_dir=folder)
-    calibration = kv_calibration.load(Checkpoint(path))
+def _read(model: str, revision: str | None, folder: str | None) -> KVCalibration | TilepressError:
+    """Return an artifact's calibration, or why there is none: every layer asks, and whose it is takes a look at all weights."""
+    try:
+        calibration = kv_calibration.load(Checkpoint(locate(model, revision, cache_dir=folder)))
+    except TilepressError as error:
+        return error
     if calibration is None:
-        raise TilepressError(f"{model} has no {kv_calibration.FOLDER}/", "calibrate again: `tilepress compress kv`")
+        again = "calibrate again: `tilepress compress kv`"
+        return TilepressError(f"{model} has no {kv_calibration.FOLDER}/", again)
     _log.info("Attention cache: %s, %d bytes a token.", calibration.name, calibration.bytes_per_token)
     return calibration
 
