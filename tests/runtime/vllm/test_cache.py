@@ -429,8 +429,8 @@ def test_graphs_hold_where_kernels_serve_every_layer(mixed, made, monkeypatch):
 
 
 def test_constructors_are_wrapped_once():
-    cache.watch()
-    for layer in (cache.Attention, cache.MLAAttention):
+    attention.watch()
+    for layer in (attention.Attention, attention.MLAAttention):
         wrapped = layer.__init__
-        cache.watch()
+        attention.watch()
         assert layer.__init__ is wrapped and not hasattr(wrapped.__wrapped__, "gives_caches")

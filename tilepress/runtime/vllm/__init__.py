@@ -9,6 +9,6 @@ linear layer and runs them, `cache.py` finds a calibrated attention cache, `atte
 def register() -> None:
     """Make vLLM know `quant_method: tilepress` and calibrated attention caches; calling it again does nothing more."""
     import tilepress.runtime.vllm.config  # noqa: F401
-    from tilepress.runtime.vllm.cache import watch
+    from tilepress.runtime.vllm.attention import watch
 
     watch()

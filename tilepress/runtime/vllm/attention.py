@@ -5,14 +5,22 @@
 The scheduler keeps decoding requests in front. With speculation they bring several queries each; every query is then a sequence of its own, which shares
 the block table and ends at the query's position. In a decode step nothing is read from the card: lengths and tables stay there, in memory that
 stands still, so that a captured graph goes on to hold.
+
+An artifact's sidecar says that it has a cache, whatever its `quantization_config` says, so no quantization method of vLLM's can bring it. What every
+model does is to make attention layers: `watch` wraps their constructors, the one place of vLLM that this package changes. A layer that cache.py has a
+cache for is given our backend, by the constructor's own argument, and asks for pages of our size.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -30,7 +38,32 @@ from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention
 from tilepress.runtime.attention import PackedLayer
 from tilepress.runtime.vllm import compat
-from tilepress.runtime.vllm.cache import calibration_for, check_block_size
+from tilepress.runtime.vllm.cache import cache_for, calibration_for, check_block_size
+
+
+def watch() -> None:
+    """Give the attention layers that are made from now on the cache of their artifact; calling it again does nothing more."""
+    for layer in (Attention, MLAAttention):  # the second for what it is told: that it is not served
+        if not getattr(layer.__init__, "gives_caches", False):
+            layer.__init__ = _giving_caches(layer.__init__)
+
+
+def _giving_caches(made: Callable) -> Callable:
+    """Return a layer's constructor that gives it a cache where there is one."""
+
+    @functools.wraps(made)
+    def make(self: torch.nn.Module, *args, **kwargs) -> None:
+        asked = inspect.signature(made).bind(self, *args, **kwargs).arguments
+        cache = cache_for(get_current_vllm_config(), asked)
+        if cache is None:
+            return made(self, *args, **kwargs)
+        made(self, *args, **kwargs | {"attn_backend": PackedBackend})
+        self.impl.cache = cache
+        self.get_kv_cache_spec = functools.partial(spec, self)
+        return None
+
+    make.gives_caches = True
+    return make
 
 
 class PackedBackend(AttentionBackend):

@@ -1,22 +1,16 @@
 """Which attention layers of an engine get a calibrated cache, and what they get of it.
 
-An artifact's sidecar says that it has one, whatever its `quantization_config` says, so no quantization method of vLLM's can bring it. What every model
-does is to make attention layers: `watch` wraps their constructors, the one place of vLLM that this package changes. A layer of an artifact with a
-sidecar is given our backend (attention.py), by the constructor's own argument, and the pages that it asks for are ours.
-
 Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used wherever it can be, and two lines say why
 where it cannot; `packed` makes those two lines an error; `plain` leaves vLLM's own cache.
 """
 
 import functools
-import inspect
 import os
-from collections.abc import Callable
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from tilepress.formats import TilepressError, UsageError, kv_calibration
@@ -31,33 +25,6 @@ from tilepress.runtime.vllm import compat
 SWITCH = "TILEPRESS_VLLM_KV"
 _CHOICES = ("", "packed", "plain")
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its own name
-
-
-def watch() -> None:
-    """Give the attention layers that are made from now on the cache of their artifact; calling it again does nothing more."""
-    for layer in (Attention, MLAAttention):  # the second for what it is told: that it is not served
-        if not getattr(layer.__init__, "gives_caches", False):
-            layer.__init__ = _giving_caches(layer.__init__)
-
-
-def _giving_caches(made: Callable) -> Callable:
-    """Return a layer's constructor that gives it a cache where there is one."""
-
-    @functools.wraps(made)
-    def make(self: torch.nn.Module, *args, **kwargs) -> None:
-        asked = inspect.signature(made).bind(self, *args, **kwargs).arguments
-        cache = cache_for(get_current_vllm_config(), asked)
-        if cache is None:
-            return made(self, *args, **kwargs)
-        from tilepress.runtime.vllm.attention import PackedBackend, spec
-
-        made(self, *args, **kwargs | {"attn_backend": PackedBackend})
-        self.impl.cache = cache
-        self.get_kv_cache_spec = functools.partial(spec, self)
-        return None
-
-    make.gives_caches = True
-    return make
 
 
 def cache_for(config: VllmConfig, asked: dict) -> PackedLayer | None:
