@@ -192,12 +192,21 @@ def test_a_request_is_aborted(packed, model):
     assert_near(model, prompts[1:], [ended["b"], ended["c"]])
 
 
-def test_drafted_tokens_and_mixed_forms(mixed):
-    """Layers of four forms, one with keys unlike its values; n-grams of the prompt are drafted, some are taken."""
+def fill_with_nan(model: torch.nn.Module) -> list[int]:
+    """Fill all pages, and return what a token takes in each layer."""
+    layers = [layer.self_attn.attn.kv_cache for layer in model.model.layers]
+    return [pages.fill_(255).shape[-1] for pages in layers]
+
+
+def test_drafted_tokens_and_mixed_forms(mixed, monkeypatch):
+    """Layers of four forms, one with keys unlike its values; n-grams of the prompt are drafted, some are taken.
+
+    In a process of its own: what drafts imports keeps vLLM's CPU build from starting another engine."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    llm = poisoned(engine(mixed, speculative_config=drafts, max_num_batched_tokens=96, **ROOM, disable_log_stats=False))
-    sizes = [layer.self_attn.attn.kv_cache.shape[-1] for layer in model_of(llm).model.layers]
-    assert sizes == [32 + 32, 32 + 68, 128 + 128, 68 + 68]
+    llm = engine(mixed, speculative_config=drafts, max_num_batched_tokens=96, **ROOM, disable_log_stats=False)
+    assert llm.apply_model(fill_with_nan) == [[32 + 32, 32 + 68, 128 + 128, 68 + 68]]
     model, text = tilepress.load(mixed, dtype="float32"), [9, 8, 7, 6, 5, 4, 3] * 30
     prompts = [text[:200], WORDS[:130], text[3:80], [5, *text[:64]]]
     assert_near(model, prompts, generate(llm, prompts, 30))
