@@ -1,7 +1,7 @@
 """Which attention layers of an engine get a calibrated cache, and what they get of it.
 
-Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used wherever it can be, and two lines say why
-where it cannot; `packed` makes those two lines an error; `plain` leaves vLLM's own cache.
+Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used on a CPU wherever it can be, and two lines say
+why where it cannot; `packed` uses it on cards too, and makes those two lines an error; `plain` leaves vLLM's own cache.
 """
 
 import functools
@@ -41,6 +41,7 @@ def cache_for(config: VllmConfig, asked: dict) -> PackedLayer | None:
         _check_layer(asked, layer)
         if device.type == "cuda" and os.environ.get(SWITCH) != "packed":
             _check_kernel(layer, device, config.model_config.dtype)
+            raise UsageError("packed pages in vLLM have run on CPUs alone so far", f"{SWITCH}=packed tries them here")
         return PackedLayer(layer.of_heads(*_own_heads(asked, calibration)), calibration.refits, device)
     except TilepressError as error:
         if os.environ.get(SWITCH) == "packed":
