@@ -492,6 +492,7 @@ def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message)
     "family,changes,message",
     [
         ("mistral", {}, "sliding windows"),
+        ("llama", {"use_bidirectional_attention": True}, "bidirectional"),
         ("llama", {"head_dim": 40}, "no multiple of 32"),
         ("falcon", {}, "common way"),
     ],

@@ -20,6 +20,12 @@ from tilepress.ranks import Ranks
 
 QUERIES = 64  # positions of a sampled window whose queries are kept
 _ATTENTION = "tilepress_observed"
+_OTHERWISE = {
+    "kv_lora_rank": "latent",
+    "attn_logit_softcapping": "soft-capped",
+    "alibi": "ALiBi",
+    "use_bidirectional_attention": "bidirectional",
+}
 _ORDINARY = (
     "leave this model's cache as it is: `compress kv` is for full causal softmax attention with one head dimension"
 )
@@ -67,7 +73,7 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
         raise UsageError(
             f"{checkpoint.name} ({kind}) has layers of the kind {min(types - {'full_attention'})}", _ORDINARY
         )
-    for name, what in (("kv_lora_rank", "latent"), ("attn_logit_softcapping", "soft-capped"), ("alibi", "ALiBi")):
+    for name, what in _OTHERWISE.items():
         if get(name):
             raise UsageError(f"{checkpoint.name} ({kind}) has {what} attention", _ORDINARY)
     head_dim, kv_heads = get("head_dim", width // heads), get("num_key_value_heads", heads)
