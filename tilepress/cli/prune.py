@@ -102,10 +102,10 @@ def prune(
 
     \b
     --method   text  what it does
-    magnitude  no    drops the smallest weights: usable to about 50 %, destroys models above 55 %
-    wanda      yes   weighs them by their inputs: quick
-    sparsegpt  yes   and fits what is left to the dense model's outputs: the one to take
-    admm       yes   a slower search for better masks than sparsegpt's
+    magnitude  no    drops the smallest weights: without text, up to 30 % or so
+    wanda      yes   weighs them by their inputs: with text and little memory
+    sparsegpt  yes   and fits what is left to the dense model's outputs, in less time than admm
+    admm       yes   searches for better masks than sparsegpt's: the one to take, with some minutes
 
     Measured figures: docs/pruning.md. Before you deploy: `tilepress eval perplexity`, or --sweep.
     """
