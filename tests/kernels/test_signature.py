@@ -53,7 +53,7 @@ def kernels() -> dict[str, jit.Kernel]:
         "kv_append": kv_cache._append_kernel(FORM, BF16, steps),
         "kv_read": kv_read._kernel(FORM, BF16),
         "read_bandwidth": read_bandwidth._kernel(),
-        "rope_append": rope_append._kernel(FORM, BF16, steps, 32, 8, 128, False, False, False, False, False),
+        "rope_append": rope_append._kernel(FORM, BF16, steps, 64, 32, 8, 128, False, False, False, False, False),
         "tiled_bitmap_decode": tiled_bitmap_decode.kernel(BF16, BF16, 1),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
         "tiled_csl_decode": tiled_csl_decode._kernel(),

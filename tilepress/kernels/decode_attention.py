@@ -1,119 +1,61 @@
-"""Decode attention over the paged cache: one query per sequence attends to all its tokens. The kernel's design and figures: docs/kernels/decode_attention.md.
-
-The calibration of a value x = mean + scale * (code * s + z) needs no work per stored element: the keys' scale multiplies the query, their mean
-shifts all scores of a query alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
+"""Attention over the paged cache: queries of one token a sequence, of a few (speculation), or of a piece of a prompt, mixed as they come. The reference
+stands in attention_ref.py, with what the arguments mean; the kernel's design and figures: docs/kernels/decode_attention.md.
 """
 
 import functools
 import secrets
 import threading
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilepress.formats import int8
-from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, hadamard
-from tilepress.formats.kv_pages import check_pages, read_pages
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat
+from tilepress.formats.kv_pages import check_pages, page_tokens
 from tilepress.kernels import arch, jit, library
 from tilepress.kernels.arch import Path
-from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration, forms_for, value_form, values_of
+from tilepress.kernels.attention_ref import Cache, attend as _attend
+from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration
 
 _ARGUMENTS = (
     "Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, Tensor? key_fixed, "
     "Tensor? value_channels, Tensor? value_fixed, int bits, int group_size, bool static, bool rotate"
 )
-library.define(f"decode_attention({_ARGUMENTS}, {VALUE_FORM}) -> Tensor")
-library.define(f"decode_attention_lse({_ARGUMENTS}, {VALUE_FORM}) -> (Tensor, Tensor)")
-library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale) -> Tensor")
-
-
-class Cache(NamedTuple):
-    """The cache that queries attend to: the ops' arguments behind the query."""
-
-    pages: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    scale: float
-    key_channels: Tensor | None
-    key_fixed: Tensor | None
-    value_channels: Tensor | None
-    value_fixed: Tensor | None
-    bits: int
-    group_size: int
-    static: bool
-    rotate: bool
-    value_bits: int = 0  # 0: values are stored as keys are
-    value_group_size: int = 0
-    value_static: bool = False
-
-    def form_for(self, query: Tensor) -> Forms:
-        """Return how the pages store rows. Raises ValueError for queries of other sequences or heads."""
-        (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
-        lengths, tables = len(self.seq_lens), len(self.block_table)
-        if not batch == lengths == tables:
-            raise ValueError(f"{batch} queries, {lengths} lengths and block tables of {tables} sequences")
-        if not kv_heads or heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        return forms_for(dim, self.bits, self.group_size, self.static, *value_form(self))
-
-
-def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """The output in float32 and the log-sum-exp."""
-    form = cache.form_for(query)
-    pages, block_table, seq_lens, scale, key_channels, key_fixed, value_channels, value_fixed, *_ = cache
-    (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
-    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    lse = out.new_full((batch, heads), -torch.inf)
-    grouped = query.float().view(batch, kv_heads, -1, dim)
-    folded = grouped if key_channels is None else grouped * key_channels[1][:, None]
-    if cache.rotate:
-        folded = hadamard(folded)
-    for i, length in enumerate(seq_lens.tolist()):
-        if not length:
-            continue
-        key, value = (
-            values_of(rows, side, fixed)
-            for rows, side, fixed in zip(
-                read_pages(pages, block_table[i], length, form),
-                (form.key, form.value),
-                (key_fixed, value_fixed),
-                strict=True,
-            )
-        )
-        scores = torch.einsum("hgd,thd->hgt", folded[i], key) * scale
-        mixed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), value)
-        if value_channels is not None:
-            mixed = mixed * value_channels[1][:, None] + value_channels[0][:, None]
-        out[i] = mixed.reshape(heads, dim)
-        shift = 0.0 if key_channels is None else torch.einsum("hgd,hd->hg", grouped[i], key_channels[0]) * scale
-        lse[i] = (scores.logsumexp(-1) + shift).reshape(heads)
-    return out, lse
+_MORE = (
+    f"{VALUE_FORM}, Tensor? cu_query_lens=None, int window=0, float softcap=0., Tensor? sinks=None, Tensor? slopes=None"
+)
+library.define(f"decode_attention({_ARGUMENTS}, {_MORE}) -> Tensor")
+library.define(f"decode_attention_lse({_ARGUMENTS}, {_MORE}) -> (Tensor, Tensor)")
+library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale, {_MORE}) -> Tensor")
+_BEFORE_OUT_SCALE = 12  # arguments behind the query
 
 
 def decode_attention_ref(query: Tensor, *args) -> Tensor:
-    """query [batch, query heads, D] over seq_lens int [batch] tokens in pages (formats/kv_pages.py) listed in block_table int [batch, most] -> the
-    same shape and dtype; zeros where there are no tokens.
+    """query [queries, query heads, D] over the tokens of their sequences -> the same shape and dtype; zeros where there are no tokens.
 
-    key_channels, value_channels float32 [3, heads, D] and key_fixed, value_fixed float16 [heads, groups, 2] are the calibration's. Query heads are a
-    multiple of the pages' heads, neighbours share one (GQA). Computed in float32. Raises ValueError for shapes that do not fit, IndexError for
-    lengths and tables beyond the pages."""
+    The arguments are those of `Cache`. A sequence's queries are its last tokens, in order, and each sees the tokens up to itself. Query heads are a multiple
+    of the pages' heads, neighbours share one (GQA). Computed in float32. Raises ValueError for shapes that do not fit, IndexError for lengths and
+    tables beyond the pages."""
     return _attend(query, Cache(*args))[0].to(query.dtype)
 
 
 def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """Return the same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are
-    none.
-    With it, attention over parts of a sequence can be put together."""
+    """Return the same, and float32 [queries, query heads]: the natural logarithm of the sum of the exponentials of all scores, sinks among them, -inf
+    where there are none.
+    With it, attention over parts of a sequence can be put together; a sink belongs to one of them."""
     out, lse = _attend(query, Cache(*args))
     return out.to(query.dtype), lse
 
 
 def decode_attention_int8_ref(query: Tensor, *args) -> Tensor:
-    """The output as int8 codes of `out_scale` [1], the last argument: what a W8A8 projection takes."""
-    *args, out_scale = args
-    return int8.quantize(_attend(query, Cache(*args))[0], out_scale.float())
+    """The output as int8 codes of `out_scale` [1], the argument before those with defaults: what a W8A8 projection takes."""
+    cache, out_scale = _without_out_scale(args)
+    return int8.quantize(_attend(query, cache)[0], out_scale.float())
+
+
+def _without_out_scale(args: tuple) -> tuple[Cache, Tensor]:
+    return Cache(*args[:_BEFORE_OUT_SCALE], *args[_BEFORE_OUT_SCALE + 1 :]), args[_BEFORE_OUT_SCALE]
 
 
 REFERENCES = {
@@ -239,25 +181,30 @@ def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None
     return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
 
 
+def _by_reference(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
+    of_scale = () if out_scale is None else (out_scale,)
+    return REFERENCES[name](query, *cache[:_BEFORE_OUT_SCALE], *of_scale, *cache[_BEFORE_OUT_SCALE:])
+
+
 def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
     cut, a number that is no page is the last page's."""
     form = cache.form_for(query)
     pages, block_table, seq_lens, scale, *calibration = cache[:8]
     (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
-    tail = () if out_scale is None else (out_scale,)
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
     plain = all(t is None or (t.dtype == d and t.is_contiguous()) for t, d in zip(calibration, wanted, strict=True))
     plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, cache.key_channels, cache.value_channels))
     plain &= not (name == "decode_attention_lse" and cache.static and cache.rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
+    plain &= not cache.extras and page_tokens(pages, form) == PAGE_TOKENS
     if why_not(query.device, form, query.dtype) is not None or not plain:
-        return REFERENCES[name](query, *cache, *tail)
+        return _by_reference(name, out_scale, query, cache)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
     check_calibration((cache.key_channels, cache.value_channels, cache.key_fixed, cache.value_fixed), kv_heads, form)
-    if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, *tail)):
+    if any(t is not None and t.device != query.device for t in (pages, block_table, seq_lens, *calibration, out_scale)):
         raise ValueError("the arguments are on several devices")
     query, seq_lens = query.contiguous(), seq_lens.contiguous()
     if query.data_ptr() % 16:
@@ -318,8 +265,8 @@ def _cuda_lse(query: Tensor, *args):
 
 
 def _cuda_int8(query: Tensor, *args):
-    *args, out_scale = args
-    return _launch("decode_attention_int8", out_scale, query, Cache(*args))
+    cache, out_scale = _without_out_scale(args)
+    return _launch("decode_attention_int8", out_scale, query, cache)
 
 
 for (_name, _reference), _kernel_op in zip(REFERENCES.items(), (_cuda, _cuda_lse, _cuda_int8), strict=True):

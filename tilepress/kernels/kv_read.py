@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import Forms, KVFormat, from_channels
-from tilepress.formats.kv_pages import check_pages, read_pages
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, from_channels
+from tilepress.formats.kv_pages import check_pages, page_tokens, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import (
@@ -126,14 +126,14 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def source(form: KVFormat, dtype: torch.dtype) -> str:
-    """Return the source of a kernel that gives keys and values in a dtype."""
-    return jit.source("sm80_kv_read.cu", **row_macros(form, dtype))
+def source(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
+    """Return the source of a kernel that gives keys and values in a dtype, from pages of `size` tokens."""
+    return jit.source("sm80_kv_read.cu", **row_macros(form, dtype, size))
 
 
 @functools.cache
-def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("kv_read", source(form, dtype), _TAKES, THREADS, overlaps=True)
+def _kernel(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
+    return jit.Kernel("kv_read", source(form, dtype, size), _TAKES, THREADS, overlaps=True)
 
 
 @Once
@@ -156,7 +156,7 @@ def _kv_read_cuda(*arguments) -> tuple[Tensor, Tensor]:
     keys, values = (torch.empty(read.shape, dtype=read.out_dtype, device=pages.device) for _ in range(2))
     if keys.numel() == 0:
         return keys, values
-    _kernel(form, read.out_dtype)(
+    _kernel(form, read.out_dtype, page_tokens(pages, form))(
         pages.device,
         blocks(2 * sequences * heads * -(-max_len // _TOKENS)),
         pages.data_ptr(),

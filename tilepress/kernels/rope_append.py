@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats.kv_int4 import Forms, KVFormat, hadamard
+from tilepress.formats.kv_pages import page_tokens
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import (
@@ -185,7 +186,7 @@ class _Rows(NamedTuple):
             return out
         wide = cos.dtype != key.dtype
         shape = heads, kv_heads, 2 * cos.shape[1], self.interleaved, wide, any(biases), any(norms)
-        kernel = _kernel(form, key.dtype, how.steps(form), *shape, self.fold)
+        kernel = _kernel(form, key.dtype, how.steps(form), page_tokens(pages, form), *shape, self.fold)
         kernel(
             pages.device,
             blocks(tokens * (heads + 2 * kv_heads), _THREADS),
@@ -223,10 +224,11 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
     return rows.reference(pages, how, rows.check(pages, how))
 
 
-def source(form: KVFormat, dtype: torch.dtype, steps: Steps, *shape: int) -> str:
-    """`shape` has what `_SHAPE` names."""
+def source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int, *shape: int) -> str:
+    """Return the source of a kernel for pages of `size` tokens; `shape` has what `_SHAPE` names."""
     macros = {name: int(number) for name, number in zip(_SHAPE, shape, strict=True)}
-    return jit.source("sm80_rope_append.cu", **row_macros(form, dtype), **steps.macros, **macros, WARPS=_THREADS // 32)
+    macros |= {**row_macros(form, dtype, size), **steps.macros, "WARPS": _THREADS // 32}
+    return jit.source("sm80_rope_append.cu", **macros)
 
 
 @functools.cache
