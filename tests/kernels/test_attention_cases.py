@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import Case, draw
+from support.cards import take_for_older
 
 from tilepress.kernels import attention_ref, decode_attention, kv_cache  # noqa: F401
 
 BATCHES = 12  # of quick cases, so that a failure names few
 QUICK = 16  # of a batch
+# Each kind of rows is a kernel to compile: many cases shall not be many compilations.
+ON_CARD_DIMS, ON_CARD_ROWS = (64, 128, 128, 256), ((4, 0, False), (4, 32, False), (8, 0, False), (16, 0, False))
 ON_CARD = int(os.environ.get("TILEPRESS_TEST_CASES", "200"))
 
 
@@ -86,10 +89,13 @@ def test_opcheck_of_all_arguments(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("forced", [False, True], ids=["the best kernel", "the one for all cards"])
 @pytest.mark.parametrize("part", range(20))
-def test_a_card_gives_float64s_attention(part):
+def test_a_card_gives_float64s_attention(part, forced, monkeypatch):
+    if forced:
+        take_for_older(monkeypatch)
     for seed in range(part, ON_CARD, 20):
-        case = Case(draw(1000 + seed, dtypes=(torch.bfloat16, torch.float16), longest=600), "cuda")
+        case = Case(draw(1000 + seed, ON_CARD_DIMS, ON_CARD_ROWS, (torch.bfloat16, torch.float16), 600), "cuda")
         out, lse = case.run()
         check(case, out, lse, 1.5e-2)
         assert torch.equal(out, case.run()[0]), case.drawn

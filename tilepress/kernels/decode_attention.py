@@ -13,7 +13,7 @@ from torch import Tensor
 from tilepress.formats import int8
 from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat
 from tilepress.formats.kv_pages import check_pages, page_tokens
-from tilepress.kernels import arch, jit, library
+from tilepress.kernels import arch, decode_attention_mma, jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.attention_ref import Cache, attend as _attend
 from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration
@@ -169,16 +169,27 @@ def _kernel(chosen: Configuration) -> jit.Kernel:
 
 
 def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None:
-    """Return why the reference serves ("" for the CPU), or None where the kernel does."""
+    """Return why sm90_decode_attention.cu does not serve one query a sequence over all its tokens ("" for the CPU), or None where it does."""
     if (why := jit.why_not(device)) is not None:
         return why
     if form.key != form.value:
         return UNLIKE
-    if arch.kernel_for("decode_attention", device) is None:
+    if arch.kernel_for("decode_attention", device) != "decode_attention":
         return "the kernel needs a Hopper card"
     if form.head_dim not in (64, 128):
         return f"heads of {form.head_dim}, the kernel takes 64 and 128"
     return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
+
+
+def _by_mma(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
+    """What the kernel for Hopper does not take, by the one for all cards, or by the reference."""
+    form = cache.form_for(query)
+    why = jit.why_not(query.device) if decode_attention_mma.suits(query, cache) else "the arguments' layout"
+    if why is not None or decode_attention_mma.why_not(form, query.dtype) is not None:
+        return _by_reference(name, out_scale, query, cache)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if name == "decode_attention_lse" else None
+    out = decode_attention_mma.launch(query, cache, lse, out_scale)
+    return out if lse is None else (out, lse)
 
 
 def _by_reference(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
@@ -199,7 +210,7 @@ def _launch(name: str, out_scale: Tensor | None, query: Tensor, cache: Cache):
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     plain &= not cache.extras and page_tokens(pages, form) == PAGE_TOKENS
     if why_not(query.device, form, query.dtype) is not None or not plain:
-        return _by_reference(name, out_scale, query, cache)
+        return _by_mma(name, out_scale, query, cache)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
@@ -289,6 +300,11 @@ def _(query, *_):
     return query.new_empty(query.shape, dtype=torch.int8)
 
 
-def path(device: torch.device, form: Forms, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Return which implementation serves queries of a dtype on a device."""
-    return Path("decode_attention", device.type, why_not(device, form, dtype), form.name)
+def path(device: torch.device, form: Forms, dtype: torch.dtype = torch.bfloat16, extras: tuple[str, ...] = ()) -> Path:
+    """Return which implementation serves queries of a dtype on a device; `extras` are `Cache.extras` of what is asked for."""
+    why = why_not(device, form, dtype)
+    if why is None and not extras:
+        return Path("decode_attention", device.type, None, form.name)
+    if jit.why_not(device) is None and (why := decode_attention_mma.why_not(form, dtype)) is None:
+        return Path("decode_attention_mma", device.type, None, form.name)
+    return Path("decode_attention", device.type, why, form.name)
