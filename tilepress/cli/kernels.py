@@ -161,7 +161,7 @@ def _attention_text(title: str, rows: list[dict]) -> str:
     cells = [
         [
             *sizes(row),
-            f"1..{2 * row['T']}" if row["variable_lengths"] else str(row["T"]),
+            _tokens(row),
             f"{row['us']:.1f}",
             f"{row['us_bf16_best']:.1f}",
             f"{row['speedup']:.2f}",
@@ -182,6 +182,13 @@ def _attention_text(title: str, rows: list[dict]) -> str:
         names += ["us", "eager us", "floor us", "allowed us"]
         tables.append(table("RoPE and append, a token of each", names, fronts))
     return "\n\n".join(tables)
+
+
+def _tokens(row: dict) -> str:
+    """Tokens of a sequence, queries and window where they are not one and all."""
+    several = f", {row['q_tokens']} queries" if row.get("q_tokens", 1) > 1 else ""
+    window = f", window {row['window']}" if row.get("window") else ""
+    return (f"1..{2 * row['T']}" if row["variable_lengths"] else str(row["T"])) + several + window
 
 
 def _times(row: dict) -> list[str]:
