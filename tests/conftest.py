@@ -1,5 +1,6 @@
 """Shared fixtures: synthetic checkpoints of several families, one pruned artifact, and a runner for the command line."""
 
+import gc
 import json
 import os
 import sys
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA card"))
+
+
+def pytest_collection_finish():
+    """What torch, transformers and the tests are made of stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
 
     Raises UsageError for an architecture that transformers does not know, and for a config.json that asks for more than is stored."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     _check_counts(checkpoint)
     stored = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
@@ -40,7 +41,8 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
             config.__dict__.pop("quantization_config", None)
         else:
             config = AutoConfig.for_model(**stored)
-        with torch.device(device), _bounded(checkpoint):
+        values = no_init_weights() if device == "meta" else contextlib.nullcontext()
+        with torch.device(device), _bounded(checkpoint), values:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
     except UsageError:
         raise
