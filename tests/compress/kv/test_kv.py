@@ -29,7 +29,7 @@ from tilepress.formats.kv_int4 import KVFormat, fake_quantize
 from tilepress.runtime.hf import paged_cache as kv_cache
 
 CLIPS = kv_search.CLIPS[False]
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial", "mistral"]
 
 
 def calibrate(source, output, text=None, **settings):
@@ -221,6 +221,17 @@ def _with_a_sink(scale: float = 3.0) -> LayerSeen:
         query += scale * sink[0].repeat_interleave(2, 1)
         seen.add(query, key, value, 0.2, keep=True)
     return seen
+
+
+def test_queries_in_a_sliding_window_see_no_further():
+    seen = _with_a_sink()
+    seen.window = 9
+    for sample, given in zip(seen.samples, kv_search.Search(seen).weights, strict=True):
+        for row, position in enumerate(sample.positions[0].tolist()):
+            weight = given[0, :, :, row]
+            assert bool((weight[..., max(0, position - 8) : position + 1] > 0).all())
+            assert float(weight.sum(-1).min()) == pytest.approx(1, abs=1e-4)
+            assert not bool(weight[..., : max(0, position - 8)].any() or weight[..., position + 1 :].any())
 
 
 def test_windows_together_are_searched_as_one_by_one():
