@@ -166,7 +166,7 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     query, key, value = (torch.randn(1, heads, 20, 32, generator=generator) for heads in (6, 2, 2))
     seen = LayerSeen("layer", AttentionShape(1, 6, 2, 32))
     seen.add(query, key, value, 0.3, keep=True)
-    found = kv_search.attend(seen.samples[0], seen.scaling)
+    found = kv_search.attend(seen.samples[0], seen)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
