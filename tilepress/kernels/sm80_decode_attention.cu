@@ -370,9 +370,11 @@ decode_attention_mma(const u16* query,              // 16-bit [queries, kv_heads
     nothing.clear();
     Output without = output;
     without.sinks = nullptr;
-    for (int i = warp; i < queries * group; i += WARPS)
-      if (i / group < starts[0] || i / group >= starts[batch])
-        without.write((u64)(i / group) * heads + kv * group + i % group, nothing);
+    const int ahead = min(max(starts[0], 0), queries), behind = min(max(starts[batch], ahead), queries);
+    for (int i = warp; i < (queries - behind + ahead) * group; i += WARPS) {
+      const int query = i < ahead * group ? i / group : i / group - ahead + behind;
+      without.write((u64)query * heads + kv * group + i % group, nothing);
+    }
   }
   const Place place = find(blockIdx.x % tiles, starts, lens, batch, queries, group);
   if (place.sequence < 0) return;
