@@ -184,7 +184,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
     seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
     seen.add(query / size, key * size, value * size.flip(0), 0.1, keep=True)
     form, sample = KVFormat(32), seen.samples[0]
-    exact = kv_search.attend(sample, 0.1)
+    exact = kv_search.attend(sample, seen)
 
     def errors(sides: dict) -> torch.Tensor:
         """Squared errors of the two heads."""
@@ -192,7 +192,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
             what: fake_quantize(getattr(sample, what).transpose(1, 2), form, *side, False, form.refits).transpose(1, 2)
             for what, side in sides.items()
         }
-        return (kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact)[0].square().sum((1, 2, 3))
+        return (kv_search.attend(Sample(*sample)._replace(**back), seen) - exact)[0].square().sum((1, 2, 3))
 
     chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
