@@ -1,14 +1,12 @@
 """Draws docs/performance.md and its pictures from the results in benchmarks/h200: `python benchmarks/draw.py`."""
 
 import json
-import math
 from pathlib import Path
+
+from tilepress.eval.report.pictures import png, points
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "h200"
-COLOURS = ["#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490"]
-WIDTH, HEIGHT, MARGIN = 560, 320, 46
-
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -16,40 +14,6 @@ def rows(name: str, **wanted) -> list[dict]:
     """Rows of a result whose fields have these values."""
     found = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
-
-
-def plot(series: Series, across: str, up: str, line: float | None = None, joined: bool = True) -> str:
-    """An SVG of points (x, y), x logarithmic, y from 0; `line` is drawn at that height."""
-    xs = [math.log2(x) for points in series.values() for x, _ in points]
-    top = 1.1 * max([y for points in series.values() for _, y in points] + [line or 0])
-    low, high = min(xs), max(xs)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        share = (math.log2(x) - low) / (high - low) if high > low else 0.5
-        return MARGIN + share * (WIDTH - 2 * MARGIN - 110), HEIGHT - MARGIN - y / top * (HEIGHT - 2 * MARGIN)
-
-    parts = []
-    for x in sorted({x for points in series.values() for x, _ in points}) if joined else ():
-        parts.append(f'<text x="{place(x, 0)[0]:.0f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{x:g}</text>')
-    step = 10 ** math.floor(math.log10(top)) / (2 if top / 10 ** math.floor(math.log10(top)) < 4 else 1)
-    for i in range(int(top / step) + 1):
-        y = place(2**low, i * step)[1]
-        parts.append(f'<path d="M{MARGIN},{y:.1f}H{WIDTH - MARGIN - 110}" stroke="#ddd"/>')
-        parts.append(f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{i * step:g}</text>')
-    if line is not None:
-        y = place(2**low, line)[1]
-        parts.append(f'<path d="M{MARGIN},{y:.1f}H{WIDTH - MARGIN - 110}" stroke="#000" stroke-dasharray="4 3"/>')
-    for i, (name, points) in enumerate(series.items()):
-        colour, places = COLOURS[i % len(COLOURS)], [place(*point) for point in sorted(points)]
-        if joined:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]
-        parts.append(f'<text x="{WIDTH - MARGIN - 100}" y="{MARGIN + 16 * i}" fill="{colour}">{name}</text>')
-    parts.append(f'<text x="{MARGIN}" y="18">{up}</text>')
-    parts.append(f'<text x="{(WIDTH - 110) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{across}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11">'
-    return head + '<rect width="100%" height="100%" fill="white"/>' + "\n".join(parts) + "</svg>\n"
 
 
 def end_to_end() -> str:
@@ -116,14 +80,15 @@ def made_of(name: str) -> str:
     return f"`benchmarks/h200/{name}.json`: {env['card']}, torch {env['torch']}, CUDA {env['cuda']}, commit {commits}."
 
 
-def pictures() -> dict[str, str]:
+def drawings() -> dict[str, tuple]:
+    """What each picture shows, as `points` takes it: series, axes, a dashed line, whether points are joined."""
     read = json.loads((RESULTS / "spmm.json").read_text())["read_gbps"] / 1000
     return {
-        "bitmap": plot(sparse("tiled-bitmap"), "rows of input", "times as fast as cuBLAS", 1.0),
-        "csl": plot(sparse("tiled-csl"), "rows of input", "times as fast as cuBLAS", 1.0),
-        "int8": plot(int8(), "rows of input", "times as fast as cuBLAS in bfloat16", 1.0),
-        "attention": plot(attention(), "sequences", "times as fast as PyTorch's fastest attention", 1.0),
-        "roofline": plot(roofline(), "MB that a launch moves (logarithmic)", "TB/s", read, joined=False),
+        "bitmap": (sparse("tiled-bitmap"), "rows of input", "times as fast as cuBLAS", 1.0),
+        "csl": (sparse("tiled-csl"), "rows of input", "times as fast as cuBLAS", 1.0),
+        "int8": (int8(), "rows of input", "times as fast as cuBLAS in bfloat16", 1.0),
+        "attention": (attention(), "sequences", "times as fast as PyTorch's fastest attention", 1.0),
+        "roofline": (roofline(), "MB that a launch moves (logarithmic)", "TB/s", read, False),
     }
 
 
@@ -150,23 +115,23 @@ takes four cards.
 
 As tiled bitmaps:
 
-![bitmaps against rows of input](performance/bitmap.svg)
+![bitmaps against rows of input](performance/bitmap.png)
 
 As Tiled-CSL:
 
-![Tiled-CSL against rows of input](performance/csl.svg)
+![Tiled-CSL against rows of input](performance/csl.png)
 
 {made_of("spmm")}
 
 ## INT8 products
 
-![W8A8 against rows of input](performance/int8.svg)
+![W8A8 against rows of input](performance/int8.png)
 
 {made_of("w8a8")}
 
 ## Decode attention, 8192 tokens a sequence, 32 query and 8 KV heads of 128
 
-![attention against sequences](performance/attention.svg)
+![attention against sequences](performance/attention.png)
 
 {made_of("attention")}
 
@@ -175,15 +140,15 @@ As Tiled-CSL:
 Each point is a kernel at one size (products with 16 rows of input). The dashed line is what a kernel reads that does
 nothing else. Short launches cannot reach it.
 
-![bytes a second against bytes](performance/roofline.svg)
+![bytes a second against bytes](performance/roofline.png)
 """
 
 
 def main() -> None:
     folder = ROOT / "docs" / "performance"
     folder.mkdir(exist_ok=True)
-    for name, picture in pictures().items():
-        (folder / f"{name}.svg").write_text(picture)
+    for name, drawn in drawings().items():
+        (folder / f"{name}.png").write_bytes(png(points(*drawn), drawn))
     (ROOT / "docs" / "performance.md").write_text(page())
 
 

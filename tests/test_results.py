@@ -4,9 +4,10 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
+
+from tilepress.eval.report import pictures
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,17 +23,17 @@ def results():
 def test_the_pages_are_written_from_the_results(results):
     """Run `python benchmarks/results.py` where this fails."""
     assert (ROOT / "docs" / "results.md").read_text() == results.page()
-    assert (ROOT / "docs" / "performance" / "h100.svg").read_text() == results.picture()
+    drawn = (ROOT / "docs" / "performance" / "h100.png").read_bytes()
+    assert pictures.source_of(drawn) == pictures.source(results.rates())
     text = (ROOT / "README.md").read_text()
     assert text == results.readme(text)
 
 
 def test_the_picture_has_a_bar_for_each_row(results):
-    bars = ElementTree.fromstring(results.picture()).findall("{http://www.w3.org/2000/svg}rect")[1:]
+    (axes,) = pictures.bars(*results.rates()).axes
     rows = [row for row, _ in results.speed(16, 8192)]
-    lengths = [float(bar.get("width")) for bar in bars]
-    assert len(bars) == len(rows)
-    assert lengths[0] / lengths[2] == pytest.approx(rows[0]["tokens_per_s"] / rows[2]["tokens_per_s"], abs=0.001)
+    assert [bar.get_width() for bar in axes.patches] == [row["tokens_per_s"] for row in rows]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [results.name_of(row) for row in rows]
 
 
 def test_figures_in_prose_are_those_of_the_files():
@@ -43,6 +44,13 @@ def test_figures_in_prose_are_those_of_the_files():
     }
     for name, said in {"int8": "costs it {} perplexity", "kv4": "4-bit cache {}"}.items():
         assert said.format(f"{100 * rows[name]['over_dense']:.2f} %") in " ".join(text.split())
+    rates = {
+        (row["engine"], row["weights"], row["batch"]): row["tokens_per_s"]
+        for row in json.loads((ROOT / "benchmarks" / "h100" / "decode.json").read_text())["rows"]
+        if (row["batch"], row["context"]) in ((1, 2048), (16, 8192))
+    }
+    one, many = (rates["tilepress", "w8a8", batch] / rates["vllm", "dense", batch] for batch in (1, 16))
+    assert f"{one:.1f} to {many:.1f} times as fast as vLLM's BF16" in " ".join(text.split())
 
 
 def test_readme_is_short():

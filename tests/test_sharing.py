@@ -1,7 +1,9 @@
 """Model cards with figures, and artifacts that go to a hub: here a server of a few lines that keeps what it is sent."""
 
+import ast
 import base64
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub.constants
 import pytest
 import yaml
+from support.artifacts import few_words
 
 import tilepress
 from tilepress import TilepressError, UsageError
@@ -63,6 +66,36 @@ def test_a_card_has_the_figures_and_the_artifact_stays_sound(mine):
     told = {(e.dataset_name, e.metric_type): e.metric_value for e in card.data.eval_results}
     assert told[("held-out.jsonl", "perplexity")] == 12.5 and told[("hellaswag", "acc_norm")] == 0.42
     assert tilepress.verify(mine, reload=False).passed
+
+
+@pytest.mark.parametrize(
+    "family,recipes,vllm",
+    [
+        ("llama", [tilepress.Quantize(), tilepress.KVCache()], "pip install vllm\nvllm serve DIR"),
+        ("llama", [tilepress.Quantize(activations="tensor-dynamic")], "no kernel for this kind of INT8"),
+        ("llama", [tilepress.Prune(0.5)], "pip install 'tilepress[vllm]'\nvllm serve DIR"),
+        ("llama", [tilepress.Prune(0.5, format="dense")], "pip install vllm\nvllm serve DIR"),
+        ("mixtral", [tilepress.Prune(0.5)], "nothing for packed experts"),
+        ("gpt2", [tilepress.Quantize()], "no kernel for this kind of INT8"),
+    ],
+)
+def test_a_run_writes_how_its_result_is_loaded(family, recipes, vllm, checkpoint_of, tmp_path):
+    """By tilepress, transformers and vLLM; licence and languages are those of the source's card, the base that of the first step."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_of(family), source)
+    (source / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\ntags: [x]\n---\n# Source\n")
+    words = None if isinstance(recipes[0], tilepress.Prune) else few_words(4, 64)
+    tilepress.compress(source, tmp_path / "out", recipes, dataset=words, device="cpu")
+    text = (tmp_path / "out" / "README.md").read_text()
+    card = huggingface_hub.ModelCard(text)
+    assert (card.data.license, card.data.language, card.data.pipeline_tag) == ("mit", ["en"], "text-generation")
+    assert "# source, compressed" in text and "x" not in card.data.tags and vllm in text
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(snippets) == 2 and all(ast.parse(snippet) for snippet in snippets)
+    scope, here = {}, str(tmp_path / "out")
+    exec(snippets[0].replace("DIR", here).replace('"cuda"', '"cpu"').replace("=100", "=3"), scope)
+    assert scope["tokens"].shape[1] > 1
+    assert ("its plain 16-bit cache serves" in text) == (len(recipes) == 2)
 
 
 def test_what_is_measured_again_is_the_new_figure(mine):

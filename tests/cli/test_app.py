@@ -1,6 +1,7 @@
 """The command line: two-line errors, exit codes, what the demo shows, progress without a terminal."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -140,6 +141,24 @@ def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
     assert (tmp_path / "demo" / "tiny-60" / "tilepress.json").exists()
     again = cli("demo", "-o", tmp_path / "demo")
     assert again.code == 2 and "holds files" in again.err
+
+
+def test_demo_takes_a_pretrained_model(tmp_path, cli, checkpoint_of):
+    """Each row is what the commands that it names find."""
+    source = checkpoint_of("llama")
+    ran = cli("demo", "--model", source, "-o", tmp_path / "demo", "--device", "cpu")
+    assert ran.code == 0, ran.err
+    rows = [re.split(r"  +", line.strip()) for line in ran.out.splitlines() if " bits  " in line]
+    assert [row[0] for row in rows] == ["dense bf16", "INT8", "4-bit cache"]
+    assert [row[3] for row in rows] == ["16 bits"] * 2 + ["5 bits"]  # 4, and two float16 for 32 numbers
+    assert rows[1][2] != "100.0%" == rows[2][2]
+    for number, name in enumerate(("int8", "4-bit-cache"), 1):
+        (line,) = (line for line in ran.err.splitlines() if line.startswith("$ tilepress eval") and f"/{name} " in line)
+        again = cli(*line.split()[2:], "--device", "cpu", "--json").json
+        assert rows[number][4].startswith(f"{again['perplexity']:.4f}")
+        assert rows[number][5] == f"{again['kl_divergence']['mean']:.3f}"
+    wrong = cli("demo", "--model", source, "--sparsity", "0.5")
+    assert wrong.code == 2 and "embedded model" in wrong.err
 
 
 def test_plain_progress_names_the_item_and_the_time_left(capsys, monkeypatch):

@@ -44,6 +44,12 @@ REFUSED = [
     ("eval", "perplexity", "x", "--recipe", "papers"),
     ("compress", "kv", "x", "-o", "y", "--bits", "5"),
     ("generate", "x", " "),
+    *((command, "nowhere") for command in ("verify", "report")),
+    ("push", "nowhere", "me/model"),
+    *((*words, "./nowhere") for words in (("inspect",), ("chat",), ("compare", "x"), ("demo", "--model"))),
+    *(("eval", what, "./nowhere") for what in ("tasks", "speed")),
+    *(("compress", what, "./nowhere", "-o", "y", "--dataset", "t") for what in ("kv", "quantize")),
+    ("convert", "./nowhere", "-o", "y", "--to", "dense"),
 ]
 
 

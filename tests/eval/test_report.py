@@ -1,13 +1,16 @@
 """The page of a report: its figures are those of the files, plotly takes its drawings, and a browser shows it without the network."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from support.artifacts import few_words
+from support.families import byte_tokenizer
 
 import tilepress
 from tilepress import KVCache, Prune, Quantize, UsageError
@@ -122,8 +125,36 @@ def test_drawings_have_the_manifests_figures(runs):
     told = read_manifest(pruned)["kv_cache"]["report"]
     assert [bar["name"] for bar in cache["data"]] == ["keys", "values", "outputs of attention"]
     assert list(cache["data"][2]["y"]) == [layer["output_error"] for layer in told]
+    _, heads = drawn["cache-error-of-each-KV-head-0"]
+    for layer, errors in enumerate(zip(*heads["data"][0]["z"], strict=True)):
+        assert math.hypot(*errors) == pytest.approx(told[layer]["output_error"]) and min(errors) > 0
     _, pareto = drawn["pareto"]
     assert sorted(pareto["data"][0]["y"]) == sorted(found[name]["kl_divergence"]["mean"] for name in ("pruned", "int8"))
+
+
+@pytest.mark.parametrize("recipe", [Prune(0.5, method="wanda"), Quantize()], ids=["prune", "int8"])
+def test_experts_are_drawn_with_the_tokens_that_they_saw(recipe, checkpoint_of, tmp_path):
+    """Each token goes to two of a layer's four experts, as their router says when the dense model runs; a router behind pruned weights says
+    something else for some."""
+    source, text = checkpoint_of("mixtral"), few_words(4, 64)
+    model = tilepress.load(source, device="cpu", dtype=torch.float32)
+    counts = torch.zeros(len(model.model.layers), 4, dtype=torch.long)
+
+    def count(layer: int, output: tuple) -> None:
+        counts[layer] += torch.bincount(output[-1].flatten(), minlength=4)
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(lambda module, args, output, number=number: count(number, output))
+    for window in text.windows(byte_tokenizer())[:4]:
+        model(torch.tensor([window]))
+    tilepress.compress(source, tmp_path / "out", recipe, dataset=text, device="cpu")
+    found = gather([tmp_path / "out"])
+    _, drawn = figures.figures(found)["expert-coverage-0"]
+    seen = torch.tensor(drawn["data"][0]["z"]).T
+    assert seen.sum(1).tolist() == counts.sum(1).tolist() and (torch.equal(seen, counts) or isinstance(recipe, Prune))
+    few = int((seen < 128).sum())
+    told = f"{8 - few} of 8 experts saw 128 tokens of the calibration text or more; {int((seen == 0).sum())} saw none"
+    assert told in Page(tilepress.report([tmp_path / "out"]).html).text("layer-by-layer")
 
 
 def test_the_front_has_what_nothing_beats():

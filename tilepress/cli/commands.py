@@ -70,10 +70,15 @@ def _check(param, value: object) -> None:
     closed = len(choices) > 1 and param.name not in _OPEN and all(word == word.lower() for word in choices)
     if closed and value not in (None, param.default) and str(value) not in choices:
         raise UsageError(f"{param.opts[0]} {value} is unknown", f"choose one of {', '.join(choices)}")
-    if param.name in _MODELS and isinstance(value, str) and value and not is_address(value):
-        path = Path(value).expanduser()
-        if (value.startswith((".", "/", "~")) or value.count("/") > 1) and not path.is_dir():
-            raise UsageError(f"{path} is not a folder", "give a folder with config.json and *.safetensors, or a hub id")
+    for run in value if param.name == "runs" and isinstance(value, list | tuple) else ():
+        if not Path(run).exists():
+            raise UsageError(f"there is no {run}", "give folders of artifacts, and JSON files of `eval … -o FILE`")
+    if param.name in _MODELS and value and not is_address(str(value)):
+        path, said = Path(value).expanduser(), str(value)
+        a_path = isinstance(value, Path) or said.startswith((".", "/", "~")) or said.count("/") > 1
+        if a_path and not path.is_dir():
+            hint = "give a folder with config.json and *.safetensors"
+            raise UsageError(f"{path} is not a folder", hint if isinstance(value, Path) else f"{hint}, or a hub id")
 
 
 class Group(TyperGroup):

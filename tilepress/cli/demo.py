@@ -3,7 +3,7 @@
 import shlex
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,11 @@ from tilepress.cli.speed import speed_text
 from tilepress.cli.terminal import quiet_libraries, say, show, size, table, with_error
 from tilepress.formats import TilepressError, UsageError
 
+if TYPE_CHECKING:
+    from tilepress.eval.perplexity import PerplexityResult
+
+_CALIBRATED = 4  # documents of the embedded text that --model calibrates with; it measures on the others
+_SEQLEN, _WINDOWS = 256, 2  # of the tokens that --model reads: a CPU takes long for more
 EXAMPLE = "tilepress demo --shape llama-3-8b --batch 16,1 --context 8192,2048 -o end_to_end.json"
 
 
@@ -29,7 +34,22 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    sparsity: Annotated[str, typer.Option(metavar="LIST", help="Sparsities to try.")] = "0.3,0.5,0.6,0.7",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Take this pretrained model, as INT8 and with a 4-bit cache, instead of pruning the embedded one.",
+            show_default=False,
+        ),
+    ] = None,
+    sparsity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Sparsities of the embedded model to try.  [default: 0.3,0.5,0.6,0.7]",
+            show_default=False,
+        ),
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +86,9 @@ def demo(
 ) -> None:
     """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, half a minute, or four minutes on two cores without bfloat16 units.
 
+    With --model: what INT8 and the 4-bit cache cost a pretrained model, on a few windows of the embedded text, which is of programming. `make demo`
+    does this with SmolLM2-135M where a package registry has it.
+
     With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
     `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run. Several cards share each
     model under torchrun: torchrun --nproc-per-node 2 -m tilepress demo --shape …
@@ -92,15 +115,24 @@ def demo(
 
     from tilepress import demo as embedded
 
-    values = [parse_share(value) for value in sparsity.split(",")]
+    if model is not None and sparsity is not None:
+        raise UsageError("--sparsity is for the embedded model", "leave it out, or leave out --model")
+    values = [parse_share(value) for value in (sparsity or "0.3,0.5,0.6,0.7").split(",")]
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
     started = time.monotonic()
     with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
-        rows = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet)
-    print(table("", ["model", "weights", "of dense", "zeros", "perplexity", "KL divergence", "same top token"], rows))
+        if model is None:
+            rows, changed = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet), "zeros"
+        else:
+            rows, changed = _model_rows(Path(folder), model, embedded.TEXT, device, quiet), "cache"
+    print(table("", ["model", "weights", "of dense", changed, "perplexity", "KL divergence", "same top token"], rows))
+    if model is not None:
+        print(
+            f"\n  Measured on {_WINDOWS * _SEQLEN} tokens of programming texts: enough to see it work, too few to choose by."
+        )
     print(
-        f"\n  {len(values)} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
+        f"\n  {len(rows) - 1} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
         + (f"; they are in {output}" if output else "; keep them with -o DIR")
     )
 
@@ -150,15 +182,55 @@ def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet
             raise TilepressError(f"{out} does not verify", f"`tilepress verify {out} --base {model}` shows why")
         tell("eval", "perplexity", out, "--base", model, "--dataset", text, "--seqlen", 1024)
         found = tilepress.perplexity(out, text, base=model, seqlen=1024)
-        against = found.comparison
-        if not rows:
-            base = with_error(against.base.perplexity, against.base.perplexity_stderr)
-            rows.append(["dense bf16", size(dense), "100.0%", "-", base, "-", "-"])
-        sizes = [size(made.bytes), f"{made.bytes / dense:.1%}", f"{made.sparsity:.1%}"]
-        costs = [f"{against.kl_divergence['mean']:.3f}", f"{against.top1_agreement:.1%}"]
-        measured = with_error(found.perplexity, found.perplexity_stderr)
-        rows.append([f"magnitude {100 * value:g}%", *sizes, measured, *costs])
+        rows += _rows(f"magnitude {100 * value:g}%", made.bytes, dense, ("-", f"{made.sparsity:.1%}"), found, not rows)
     return rows
+
+
+def _model_rows(folder: Path, model: str, text: Path, device: str, quiet: bool) -> list[list[str]]:
+    """Quantize a pretrained model's weights and its cache, verify and evaluate each on documents that it was not calibrated with."""
+
+    def tell(*words: object) -> None:
+        if not quiet:
+            say("$ tilepress " + shlex.join(map(str, words)))
+
+    quiet_libraries()
+    folder.mkdir(parents=True, exist_ok=True)
+    documents, parts = text.read_text(encoding="utf-8").splitlines(keepends=True), []
+    for name, part in (("calibration", documents[:_CALIBRATED]), ("held-out", documents[_CALIBRATED:])):
+        parts.append(folder / f"{name}.jsonl")
+        parts[-1].write_text("".join(part), encoding="utf-8")
+    calibration, held_out = parts
+    few = tilepress.Text(str(calibration), nsamples=_WINDOWS, seqlen=_SEQLEN)
+    steps = [("INT8", ["quantize"], tilepress.Quantize(), None), ("4-bit cache", ["kv"], tilepress.KVCache(), few)]
+    rows = []
+    for name, command, recipe, words in steps:
+        out = folder / name.replace(" ", "-").lower()
+        reads = ["--dataset", words.dataset, "--nsamples", _WINDOWS, "--seqlen", _SEQLEN] if words else []
+        tell("compress", *command, model, "-o", out, *reads)
+        made = tilepress.compress(model, out, recipe, dataset=words, device=device)
+        tell("verify", out, "--base", model)
+        if not tilepress.verify(out, model).passed:
+            raise TilepressError(f"{out} does not verify", f"`tilepress verify {out} --base {model}` shows why")
+        tell(
+            "eval", "perplexity", out, "--base", model, "--dataset", held_out, "--seqlen", _SEQLEN, "--limit", _WINDOWS
+        )
+        found = tilepress.perplexity(out, held_out, base=model, seqlen=_SEQLEN, limit=_WINDOWS, device=device)
+        bits = f"{found.kv_cache['bits_per_element']:g} bits" if found.kv_cache else "16 bits"
+        rows += _rows(name, made.bytes, made.source_bytes, ("16 bits", bits), found, not rows)
+    return rows
+
+
+def _rows(
+    name: str, nbytes: int, dense: int, changed: tuple[str, str], found: "PerplexityResult", first: bool
+) -> list[list[str]]:
+    """Return the row of an artifact, and before the first one that of the dense model."""
+    against, rows = found.comparison, []
+    if first:
+        base = with_error(against.base.perplexity, against.base.perplexity_stderr)
+        rows.append(["dense bf16", size(dense), "100.0%", changed[0], base, "-", "-"])
+    costs = [f"{against.kl_divergence['mean']:.3f}", f"{against.top1_agreement:.1%}"]
+    measured = with_error(found.perplexity, found.perplexity_stderr)
+    return [*rows, [name, size(nbytes), f"{nbytes / dense:.1%}", changed[1], measured, *costs]]
 
 
 def _shape_text(found: dict) -> str:

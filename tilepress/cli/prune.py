@@ -150,7 +150,7 @@ def _sweep(
     if how.workers > 1 or how.rank is not None or how.ray is not None or how.dry_run:
         hint = "leave out --workers, --rank, --ray and --dry-run"
         raise UsageError("--sweep measures one artifact after the other", hint)
-    from tilepress.eval.sweep import HEAD, cells, sweep
+    from tilepress.eval.sweep import FILES, HEAD, cells, sweep
 
     check_report(how.report)
     quiet_libraries()
@@ -175,7 +175,8 @@ def _sweep(
     title = f"  {recipes[0].method} on {eval_dataset}; dense: {found.rows[0].base_perplexity:.4f}"
     print(json.dumps(found.to_json(), indent=2) if how.json_ else table(title, HEAD, cells(found.rows)))
     if not how.quiet:
-        say(f"wrote {output}/sweep.md, sweep.svg and sweep.json")
+        wrote = ", ".join(name for name in FILES if (output / name).exists())
+        say(f"wrote {wrote} into {output}")
     show_report([output / "sweep.json"], how.report)
 
 

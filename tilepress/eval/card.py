@@ -1,6 +1,6 @@
 """Measured figures in an artifact's model card, in words for people and as metadata that the hub reads.
 
-    README.md   front matter (base_model, licence, model-index) · what the run wrote · between two marks: how to load it, and a table of figures
+    README.md   front matter (base_model, licence, model-index) · what the run wrote · between two marks: a table of figures
 
 What a run writes depends on the run alone, so that the same run gives the same bytes; this is added when somebody asks for it, and the manifest's
 record of README.md follows. A figure that is measured again replaces the one before.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from tilepress.compress.run.finish import history
+from tilepress.compress.run.finish import source_head
 from tilepress.eval.tasks import metrics_of
 from tilepress.formats import UsageError, foreign_errors
 from tilepress.formats.artifact import sha256_file, to_json, write_atomic
@@ -21,7 +21,6 @@ CARD = "README.md"
 _BEGIN, _END = "<!-- tilepress: measured -->", "<!-- tilepress: end -->"
 _SECTION = re.compile(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.S)
 _HEAD = ["| what | on | this model | base |", "|---|---|---|---|"]
-_OF_THE_SOURCE = ("license", "license_name", "license_link", "language")
 
 
 def write_card(artifact: str | Path, result: dict) -> Path:
@@ -42,9 +41,9 @@ def write_card(artifact: str | Path, result: dict) -> Path:
         head = yaml.safe_load(front) or {}
         before = _SECTION.search(body)
         rows = _joined(before[0] if before else "", rows)
-        section = "\n".join([_BEGIN, *_loading(manifest), "## Measured", "", *_HEAD, *rows, "", _END, ""])
+        section = "\n".join([_BEGIN, "## Measured", "", *_HEAD, *rows, "", _END, ""])
         body = _SECTION.sub("", body).rstrip("\n") + "\n\n" + section
-        head |= _source_head(folder) | _base(manifest)
+        head |= source_head(folder)
         head["model-index"] = _index(head.get("model-index"), manifest, folder, metrics)
         text = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n{body}"
     write_atomic(folder / CARD, text.encode(), folder)
@@ -118,35 +117,6 @@ def _joined(section: str, rows: list[str]) -> list[str]:
     """Return the rows of a section before, and those that are new; what is measured again is the new one."""
     old = [line for line in section.splitlines() if line.startswith("| ") and line not in _HEAD]
     return [*{tuple(row.split(" | ")[:2]): row for row in (*old, *rows)}.values()]
-
-
-def _loading(manifest: dict) -> list[str]:
-    """Return how the folder is loaded."""
-    name = "int8" if any(tensor["layout"] == "int8" for tensor in manifest["tensors"]) else None
-    lines = ["## Loading", "", "```python", "import tilepress", "", 'model = tilepress.load("DIR", device="cuda")']
-    lines += ["model.generate(..., custom_generate=tilepress.decode)", "```", ""]
-    if name:
-        lines += ["Where the notes above name vLLM: `vllm serve DIR`.", ""]
-    return lines
-
-
-def _source_head(folder: Path) -> dict:
-    """Return what the source's card tells of its licence and languages."""
-    source = folder / "SOURCE_README.md"
-    text = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
-    if not text.startswith("---\n") or text.count("---\n") < 2:
-        return {}
-    try:
-        found = yaml.safe_load(text.split("---\n", 2)[1])
-    except yaml.YAMLError:  # a card of anyone's; the hub would not read it either
-        return {}
-    return {key: found[key] for key in _OF_THE_SOURCE if key in found} if isinstance(found, dict) else {}
-
-
-def _base(manifest: dict) -> dict:
-    """Return the hub id of what the first step started from, if it has one."""
-    name = history(manifest)[-1]["source"]["name"]
-    return {"base_model": name, "base_model_relation": "quantized"} if "/" in name else {}
 
 
 def _index(before: object, manifest: dict, folder: Path, metrics: list[dict]) -> list[dict]:

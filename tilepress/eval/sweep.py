@@ -5,7 +5,6 @@ stopped sweep goes on.
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,15 +14,15 @@ from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.run.api import compress, text_for
 from tilepress.device import find_device
 from tilepress.eval.perplexity import Protocol, measure
+from tilepress.eval.report.pictures import costs, has_matplotlib, png
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, disk_errors, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, open_model
 from tilepress.runtime.loader import load
 from tilepress.text import EVALUATION, Text, check_source, default_seqlen, load_tokenizer
 
-FILES = ("sweep.json", "sweep.md", "sweep.svg")
+FILES = ("sweep.json", "sweep.md", "sweep.png")
 _MARKS = {WORK_FOLDER, MANIFEST_NAME}  # of an artifact, finished or not
-_WIDTH, _HEIGHT, _MARGIN = 420, 300, 56
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def sweep(
         write_atomic(output / FILES[0], to_json(told), output)
     result = Sweep(**identity, rows=tuple(sorted(rows, key=lambda row: row.sparsity_asked)))
     write_atomic(output / FILES[1], markdown(result.rows, recipes[0].method, protocol).encode(), output)
-    write_atomic(output / FILES[2], drawing(result.rows, recipes[0].method).encode(), output)
+    if has_matplotlib():
+        write_atomic(output / FILES[2], drawing(result.rows, recipes[0].method), output)
     return result
 
 
@@ -190,40 +190,10 @@ def markdown(rows: Sequence[Row], method: str, protocol: Protocol) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells(rows)), ""])
 
 
-def drawing(rows: Sequence[Row], method: str) -> str:
-    """An SVG: perplexity over dense, and KL divergence, against bytes; both logarithmic upwards."""
-    panels = [
-        _panel(rows, "times_dense", "perplexity / dense", 0),
-        _panel(rows, "kl_divergence", "KL divergence, nats", _WIDTH),
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * _WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="11">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="{_WIDTH}" y="16" text-anchor="middle">{method}</text>'
-        + "".join(panels)
-        + "</svg>\n"
-    )
-
-
-def _panel(rows: Sequence[Row], key: str, title: str, left: int) -> str:
-    xs, ys = [row.bytes for row in rows], [math.log10(max(getattr(row, key), 1e-9)) for row in rows]
-    low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5
-        up = (y - low_y) / (high_y - low_y) if high_y > low_y else 0.5
-        return left + _MARGIN + across * (_WIDTH - 2 * _MARGIN), _HEIGHT - _MARGIN - up * (_HEIGHT - 2 * _MARGIN)
-
-    points = [place(x, y) for x, y in zip(xs, ys, strict=True)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    marks = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f5fa8"/><text x="{x + 6:.1f}" y="{y - 6:.1f}">{row.sparsity:.0%}: {getattr(row, key):.3g}</text>'
-        for (x, y), row in zip(points, rows, strict=True)
-    ]
-    floor, wall, right = _HEIGHT - _MARGIN, left + _MARGIN, left + _WIDTH - _MARGIN
-    return (
-        f'<polyline points="{path}" fill="none" stroke="#1f5fa8" stroke-width="1.5"/>{"".join(marks)}'
-        f'<path d="M{wall - 10},{_MARGIN - 16} V{floor + 10} H{right + 30}" fill="none" stroke="#888"/>'
-        f'<text x="{wall - 10}" y="{_MARGIN - 22}">{title}</text>'
-        f'<text x="{wall}" y="{floor + 26}">{low_x / 1e6:.1f} MB</text>'
-        f'<text x="{right}" y="{floor + 26}" text-anchor="middle">{high_x / 1e6:.1f} MB of weights</text>'
-    )
+def drawing(rows: Sequence[Row], method: str) -> bytes:
+    """Draw perplexity over dense, and KL divergence, against bytes: a PNG."""
+    panels = {
+        up: [(row.bytes / 1e6, getattr(row, key), f"{row.sparsity:.0%}") for row in rows]
+        for key, up in (("times_dense", "perplexity / dense"), ("kl_divergence", "KL divergence, nats"))
+    }
+    return png(costs(panels, "MB of weights", method), panels)

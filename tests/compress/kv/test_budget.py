@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import shutil
 
@@ -101,6 +102,8 @@ def test_a_mixed_cache_is_what_its_sidecar_says(searched, checkpoint_of, tmp_pat
     facts = json.loads((path / "kv_cache" / "kv_cache.json").read_text())
     layers = kv_calibration.load(Checkpoint(path)).layers
     assert facts["format_version"] == 2 and any(pair[0] != pair[1] for pair in facts["forms"])
+    for layer in facts["report"]:
+        assert math.hypot(*layer["head_errors"]) == pytest.approx(layer["output_error"])
 
     def rounded(module, query, key, value, mask, **options):
         number, back = module.layer_idx, []

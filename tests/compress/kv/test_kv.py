@@ -105,6 +105,7 @@ def test_every_family(checkpoint_of, tmp_path, family, settings):
     for layer in told["report"]:
         assert 0 < layer["key_error"] < 0.2 and 0 < layer["value_error"] < 0.2 and 0 < layer["output_error"] < 0.25
         assert ("key_overflow" in layer) == bool(settings)
+        assert len(layer["head_errors"]) == shape.kv_heads and min(layer["head_errors"]) > 0
     ids = torch.tensor([few_words(1, 40).windows(byte_tokenizer())[0]])
     model = tilepress.load(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
@@ -234,6 +235,13 @@ def test_queries_in_a_sliding_window_see_no_further():
             assert not bool(weight[..., : max(0, position - 8)].any() or weight[..., position + 1 :].any())
 
 
+def _attention(sample: Sample, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return torch's attention of the sample's queries: [windows, KV heads, queries, D]."""
+    seen = torch.arange(key.shape[2]) <= sample.positions[:, None, None, :, None]
+    seen = seen.expand(*sample.query.shape[:-1], -1).flatten(2, 3)
+    return torch.nn.functional.scaled_dot_product_attention(sample.query.flatten(2, 3), key, value, seen, scale=0.2)
+
+
 def test_windows_together_are_searched_as_one_by_one():
     """Those of a length side by side, as a card has them; another length by itself."""
     seen, generator = _with_a_sink(), torch.Generator().manual_seed(1)
@@ -268,6 +276,13 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
         for k, v in ((key, value), plain)
     ]
     assert errors[0] ** 0.5 == pytest.approx(facts["output_error"], rel=1e-4) and errors[0] < 0.5 * errors[1]
+    back = {what: search.back(what, form, side, rotate) for what, side in (("key", key), ("value", value))}
+    off, power = 0.0, 0.0
+    for i, sample in enumerate(search.samples):
+        exact = _attention(sample, sample.key, sample.value)
+        found = _attention(sample, back["key"][i], back["value"][i])
+        off, power = off + (found - exact).square().sum((0, 2, 3)), power + exact.square().sum()
+    assert facts["head_errors"] == pytest.approx((off / power).sqrt().tolist(), rel=1e-3)
 
 
 def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):

@@ -27,6 +27,7 @@ from tilepress.compress.prune.settings import METHODS
 from tilepress.compress.run.targets import find_targets
 from tilepress.eval import sweep
 from tilepress.eval.perplexity import Protocol, measure
+from tilepress.eval.report.pictures import source, source_of
 from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
@@ -389,9 +390,12 @@ def test_sweep_keeps_a_table_and_a_drawing(cli, tiny, text, tmp_path, monkeypatc
     assert mine.exists() and not shutil.rmtree(mine)
     assert ran.code == 0 and [row["sparsity_asked"] for row in rows] == [0.3, 0.5]
     assert rows[0]["perplexity"] < rows[1]["perplexity"] and rows[0]["bytes"] > rows[1]["bytes"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep.md", "sweep.svg"}
-    drawn = (tmp_path / "out" / "sweep.svg").read_text()
-    assert drawn.startswith("<svg") and drawn.count("<circle") == 4
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep.md", "sweep.png"}
+    drawn = {
+        up: [[row["bytes"] / 1e6, row[key], f"{row['sparsity']:.0%}"] for row in rows]
+        for key, up in (("times_dense", "perplexity / dense"), ("kl_divergence", "KL divergence, nats"))
+    }
+    assert source_of((tmp_path / "out" / "sweep.png").read_bytes()) == source(drawn)
     assert f"{rows[1]['perplexity']:.4f}" in (tmp_path / "out" / "sweep.md").read_text()
     assert cli(*words, "--sweep").code == 2
     again = cli(*words, "--sweep", "--resume", "--json")

@@ -129,7 +129,8 @@ class _BudgetSearch(_Search):
         for what in _SIDES:
             tried = candidates(search, what, self.settings.forms, self.settings.rotations)
             found[what] = [
-                {"rotate": one.rotate, "cost": one.cost, "clip": one.side.clip, "facts": one.facts} for one in tried
+                {"rotate": one.rotate, "cost": one.cost, "heads": one.heads, "clip": one.side.clip, "facts": one.facts}
+                for one in tried
             ]
             for i, one in enumerate(tried):
                 for part, tensor in zip(("channels", "fixed"), one.side[:2], strict=True):
@@ -151,7 +152,8 @@ class _BudgetSearch(_Search):
             error = (
                 sum(side["cost"] for side in one.values()) ** 0.5
             )  # keys' and values' errors know nothing of each other
-            told = {"layer": layer["layer"]} | names | {"output_error": error}
+            heads = [sum(both) ** 0.5 for both in zip(*(side["heads"] for side in one.values()), strict=True)]
+            told = {"layer": layer["layer"]} | names | {"output_error": error, "head_errors": heads}
             told |= one["key"]["facts"] | one["value"]["facts"]
             report.append(told | {"first_attention": layer["first_attention"]})
         return {"chosen": chosen} | self._told(facts) | {"budget": self.settings.budget, "report": report}

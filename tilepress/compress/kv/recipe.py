@@ -152,7 +152,7 @@ class KVCache(Recipe):
             paragraphs=(
                 f"The attention cache is calibrated for {told['format']} (`kv_cache/`): {told['bytes_per_token']:,} bytes a token instead of "
                 f"{told['bytes_per_token_bfloat16']:,}, {told['tokens_per_gib']:,} tokens in a GiB instead of {told['tokens_per_gib_bfloat16']:,}. "
-                f"{OURS} generates with it; other loaders ignore it.",
+                f"{OURS} generates with it; other loaders ignore it. In vLLM without our plug-in its plain 16-bit cache serves.",
             )
         )
 

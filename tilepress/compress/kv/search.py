@@ -40,6 +40,7 @@ class Candidate(NamedTuple):
     side: Side
     cost: float  # relative squared error of the attention's output with this side quantized alone
     facts: dict  # of each KV head alpha, and in 4 bits whether the first token is stored exactly; clip
+    heads: list[float]  # what each KV head has of the cost
 
 
 class Search:
@@ -88,8 +89,8 @@ class Search:
 
     def _best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         if form.bits == 16:
-            cost = self.error(**{what: self.back(what, form, Side(None), False)})
-            return Candidate(form, False, Side(None), cost, {})
+            errors = self.errors(**{what: self.back(what, form, Side(None), False)})
+            return Candidate(form, False, Side(None), float(errors.sum()), {}, errors.tolist())
         sides = {
             (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
             for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
@@ -111,7 +112,8 @@ class Search:
         facts = {f"{what}_alpha": [point[0] for point in points], f"{what}_clip": clip}
         if form.bits == 4:
             facts[f"{what}_first_exact"] = [point[2] for point in points]
-        return Candidate(form, rotate, Side(channels, fixed, clip), float(least[clip].values.sum()), facts)
+        errors = least[clip].values
+        return Candidate(form, rotate, Side(channels, fixed, clip), float(errors.sum()), facts, errors.tolist())
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
@@ -133,7 +135,8 @@ def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, di
     chosen = {what: search.best(what, form, rotate) for what in ("key", "value")}
     facts = chosen["key"].facts | chosen["value"].facts
     back = {what: search.back(what, form, found.side, rotate) for what, found in chosen.items()}
-    facts["output_error"] = search.error(**back) ** 0.5
+    errors = search.errors(**back)
+    facts |= {"output_error": float(errors.sum()) ** 0.5, "head_errors": errors.sqrt().tolist()}
     for what, found in chosen.items():
         facts |= search.told(what, found)
     facts["first_attention"] = search.first_attention

@@ -6,6 +6,8 @@ from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
+import yaml
+
 from tilepress.compress.kv.recipe import KVCache
 from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.quantize.recipe import Quantize
@@ -21,6 +23,30 @@ from tilepress.version import __version__
 GENERAL = (  # the manifest's keys that every artifact has; all others are the recipe's
     *("format_version", "tilepress", "command", "fingerprint", "versions", "source", "left_alone", "tensors", "files"),
 )
+_OF_THE_SOURCE = ("license", "license_name", "license_link", "language")  # in the head of its card
+_HOW_TO_LOAD = """## How to load it
+
+```python
+import tilepress  # pip install tilepress
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+model = tilepress.load("DIR", device="cuda")
+prompt = tokenizer("The capital of France is", return_tensors="pt").to("cuda")
+tokens = model.generate(**prompt, max_new_tokens=100, custom_generate=tilepress.decode)
+```
+
+With transformers' own loader:
+
+```python
+import tilepress.hf  # it learns our layouts and cache
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("DIR")
+```
+
+With vLLM:
+"""
 IN_MODEL_CARD = (Quantize, KVCache, Prune, Recover)  # the recipes that add to a model card, in that order
 
 
@@ -63,7 +89,7 @@ def _finish(plan: Plan) -> dict | None:
         "left_alone": [{"name": item.name, "reason": item.reason} for item in plan.left_alone],
         "tensors": sorted(tensors, key=lambda t: t["name"]),
     } | plan.recipe.describe(plan, tensors)
-    write_atomic(plan.output / "README.md", encoded(model_card(manifest)), plan.work)
+    write_atomic(plan.output / "README.md", encoded(model_card(manifest, source_head(plan.output))), plan.work)
     total = sum(tensor["bytes"] for tensor in tensors)
     weight_map = {name: file for record in records for name, file in record["weight_map"].items()}
     write_atomic(
@@ -109,21 +135,39 @@ def history(manifest: dict) -> list[dict]:
     return steps
 
 
-def model_card(manifest: dict) -> str:
-    """Return Markdown with the hub's metadata, from the manifest alone (no clock, no machine: the same run gives the same bytes)."""
+def origin(manifest: dict) -> str:
+    """Return the name of what the first step started from: the hub's, or that of a folder."""
+    return str(history(manifest)[-1]["source"].get("name", "a model"))
+
+
+def source_head(folder: Path) -> dict:
+    """Return what the card of an artifact's source tells the hub of its licence and languages."""
+    source = folder / "SOURCE_README.md"
+    text = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
+    if not text.startswith("---\n") or text.count("---\n") < 2:
+        return {}
+    try:
+        found = yaml.safe_load(text.split("---\n", 2)[1])
+    except yaml.YAMLError:  # a card of anyone's; the hub would not read it either
+        return {}
+    return {key: found[key] for key in _OF_THE_SOURCE if key in found} if isinstance(found, dict) else {}
+
+
+def model_card(manifest: dict, of_source: dict | None = None) -> str:
+    """Return Markdown with the hub's metadata, from the manifest and what the source's card told alone (no clock, no machine: the same run gives
+    the same bytes)."""
     steps = history(manifest)
     cards = [kind.model_card(manifest, steps) for kind in IN_MODEL_CARD if any(map(kind.made, steps))]
-    base = manifest["source"]["name"]
+    base = origin(manifest)
     packed = [t for t in manifest["tensors"] if layout_named(t["layout"]).sparse]
     int8 = [t for t in manifest["tensors"] if layout_named(t["layout"]).matrix_of_codes]
     total = sum(t["bytes"] for t in manifest["tensors"])
     changed = [t for t in manifest["tensors"] if "zeros" in t]
     tags = ["tilepress", *(["sparse"] if packed or changed else []), *(["int8", "compressed-tensors"] if int8 else [])]
-    lines = ["---", "library_name: transformers", f"tags: [{', '.join(tags)}]"]
-    if "/" in base:
-        lines += [f"base_model: {base}", "base_model_relation: quantized"]
-    lines += [
-        "---",
+    head: dict = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    head |= {"base_model": base, "base_model_relation": "quantized"} if "/" in base else {}
+    lines = [
+        f"---\n{yaml.safe_dump(head | (of_source or {}), sort_keys=False, allow_unicode=True)}---",
         "",
         f"# {base}, compressed with tilepress",
         "",
@@ -145,23 +189,7 @@ def model_card(manifest: dict) -> str:
         )
     lines.append("")
     if packed:
-        lines += [
-            f"{_how_packed(packed)} transformers loads them after `import tilepress.hf`:",
-            "",
-            "```python",
-            "import tilepress.hf",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained("DIR")',
-            "```",
-            "",
-            "Without the import transformers stops at the shapes of the packed weights. Do not silence it there: with "
-            "`ignore_mismatched_sizes=True` it would fill these layers with random numbers.",
-            "",
-            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, bit for bit the same weights"
-            + (" (INT8: rounded)." if any(t.get("value_dtype") == "int8" for t in packed) else "."),
-            "",
-        ]
+        lines += [_how_packed(packed), ""]
     if int8:
         lines += [
             f"{len(int8)} linear weights are INT8. {_int8_loaders(manifest['tensors'], steps)} {OURS} runs it.",
@@ -170,8 +198,36 @@ def model_card(manifest: dict) -> str:
     for card in cards:
         for paragraph in card.paragraphs:
             lines += [paragraph, ""]
+    lines += _loading(packed, int8, steps)
     lines += ["What it costs has to be measured on your text: `tilepress eval perplexity DIR --base BASE`.", ""]
     return "\n".join(lines)
+
+
+def _loading(packed: list[dict], int8: list[dict], steps: list[dict]) -> list[str]:
+    """Return how the folder is loaded, by us, transformers and vLLM."""
+    lines = [_HOW_TO_LOAD, *_vllm(packed, int8, steps), ""]
+    if packed:
+        exact = " (INT8: rounded)" if any(t.get("value_dtype") == "int8" for t in packed) else ""
+        lines += [
+            "Without the import transformers stops at the shapes of the packed weights. Do not silence it there: with "
+            "`ignore_mismatched_sizes=True` it would fill these layers with random numbers.",
+            "",
+            "Other runtimes: `tilepress convert DIR -o DENSE --to dense` writes an ordinary checkpoint, "
+            f"bit for bit the same weights{exact}.",
+            "",
+        ]
+    return lines
+
+
+def _vllm(packed: list[dict], int8: list[dict], steps: list[dict]) -> list[str]:
+    """Return the command that serves the folder, or why there is none."""
+    dense = "`tilepress convert DIR -o DENSE --to dense` makes what it serves."
+    if packed and (int8 or any(".experts." in tensor["name"] for tensor in packed)):
+        return [f"it has nothing for {'INT8 layers beside sparse ones' if int8 else 'packed experts'}; {dense}"]
+    if int8 and "vLLM" not in _others(int8, steps):
+        return [f"it has no kernel for this kind of INT8; {dense}"]
+    install = "pip install 'tilepress[vllm]'" if packed else "pip install vllm"
+    return ["```", install, "vllm serve DIR", "```"]
 
 
 def _how_packed(packed: list[dict]) -> str:
@@ -185,16 +241,26 @@ def _how_packed(packed: list[dict]) -> str:
 
 def _int8_loaders(tensors: list[dict], steps: list[dict]) -> str:
     """Return who else loads an INT8 artifact."""
-    activations = next((step["settings"]["activations"] for step in steps if "activations" in step["settings"]), None)
-    if any(layout_named(t["layout"]).matrix_of_codes and t.get("transposed") for t in tensors):
+    int8 = [tensor for tensor in tensors if layout_named(tensor["layout"]).matrix_of_codes]
+    if any(tensor.get("transposed") for tensor in int8):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
-    experts = any(".experts." in t["name"] for t in tensors)
-    packed = any(t["layout"] == "int8-packed" for t in tensors)
-    runs = packed or activations in ("token", "tensor", "tensor-asym", "channel")
-    runs = runs and (activations == "token" or not experts)
-    others = [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
+    packed = any(tensor["layout"] == "int8-packed" for tensor in tensors)
     layout = f"The layout is that of compressed-tensors (`{PACKED_FORMAT if packed else FORMAT}`)"
-    return f"{layout}; by its rules these load the folder as it is: {', '.join(others) or 'none other'}."
+    return (
+        f"{layout}; by its rules these load the folder as it is: {', '.join(_others(tensors, steps)) or 'none other'}."
+    )
+
+
+def _others(tensors: list[dict], steps: list[dict]) -> list[str]:
+    """Return who loads an INT8 artifact without us."""
+    activations = next((step["settings"]["activations"] for step in steps if "activations" in step["settings"]), None)
+    if any(tensor.get("transposed") for tensor in tensors):
+        return []
+    experts = any(".experts." in tensor["name"] for tensor in tensors)
+    runs = any(tensor["layout"] == "int8-packed" for tensor in tensors)
+    runs = runs or activations in ("token", "tensor", "tensor-asym", "channel")
+    runs = runs and (activations == "token" or not experts)
+    return [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
 
 
 def _settings(settings: dict) -> str:

@@ -4,10 +4,14 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from tilepress.eval.report.gather import Artifact, Gathered
+from tilepress.eval.report.gather import EXPERT_TOKENS, Artifact, Gathered
 from tilepress.formats import UsageError
 
 COLOURS = ["#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490"]
+_SCALES = {  # of heat maps; an expert that saw nothing stands out
+    "sparsity": "Blues",
+    EXPERT_TOKENS: [[0, "#c2410c"], [1e-6, "#deebf7"], [1, "#08306b"]],
+}
 _FONT = {"family": "system-ui, sans-serif", "size": 12}
 _CALM = {  # of every drawing
     "template": "none",
@@ -138,25 +142,28 @@ def pareto(found: Gathered) -> dict | None:
 
 
 def heat_map(cells: list[dict], what: str) -> dict:
-    """Draw a value for each layer (across) and projection (down)."""
+    """Draw a value for each layer (across) and projection, KV head or expert (down)."""
     import plotly.graph_objects as go
 
     layers = sorted({cell["layer"] for cell in cells})
     projections = list(dict.fromkeys(cell["projection"] for cell in cells))
     values = {(cell["projection"], cell["layer"]): cell["value"] for cell in cells}
+    counted = what == EXPERT_TOKENS
     trace = go.Heatmap(
         z=[[values.get((projection, layer)) for layer in layers] for projection in projections],
         x=layers,
         y=projections,
-        **({"colorscale": "Blues", "zmin": 0, "zmax": 1} if what == "sparsity" else {"colorscale": "OrRd", "zmin": 0}),
-        hovertemplate="layer %{x}, %{y}: %{z:.3%}<extra></extra>",
-        colorbar={"tickformat": ".1%", "thickness": 12},
+        colorscale=_SCALES.get(what, "OrRd"),
+        zmin=0,  # which plotly heeds only beside zmax
+        zmax=1 if what == "sparsity" else max(values.values()) or 1,
+        hovertemplate="layer %{x}, %{y}: %{z:" + ("," if counted else ".3%") + "}<extra></extra>",
+        colorbar={"tickformat": ",.0f" if counted else ".1%", "thickness": 12},
         xgap=1,
         ygap=1,
     )
     ticks = {"dtick": 1} if len(layers) <= 16 else {}
     axes = {"xaxis": _axis("layer", **ticks), "yaxis": _axis("", autorange="reversed")}
-    return _figure([trace], axes, 110 + 24 * len(projections))
+    return _figure([trace], axes, 110 + min(24 * len(projections), 600))
 
 
 def cache_errors(artifact: Artifact) -> dict | None:

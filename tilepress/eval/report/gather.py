@@ -15,6 +15,7 @@ from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, UsageError, foreign_errors
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.files import read_json, regular
+from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import heads_of
 
 _KINDS = {  # a result of ours, by keys that no other has
@@ -25,6 +26,7 @@ _KINDS = {  # a result of ours, by keys that no other has
     "sweep": ("source", "settings", "rows"),
 }
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+?)(?:\.weight)?$")
+HEAD_ERRORS, EXPERT_TOKENS = "cache error of each KV head", "expert coverage"  # of `Artifact.maps`
 CARDS = {"24 GiB (RTX 4090, L4)": 24, "48 GiB (L40S)": 48, "80 GiB (A100, H100)": 80, "140 GiB (H200)": 140}
 _FOR_THE_REST = 2 << 30  # bytes left for activations, graphs and torch itself
 _OF_A_CARD = 0.95  # share of a card's memory that a process gets, about
@@ -46,7 +48,7 @@ class Artifact:
     positions: int | None  # that the model has
     steps: Steps | None
     versions: dict[str, str]
-    maps: dict[str, list[dict]]  # "output error", "sparsity": layer, projection and value of each weight
+    maps: dict[str, list[dict]]  # by what is drawn, such as "sparsity": layer, projection (or head, expert) and value
     cache_errors: list[dict]  # of each layer, from the calibration of an attention cache
     left_alone: dict[str, int]  # number of tensors by reason
 
@@ -163,7 +165,12 @@ def _artifact(path: Path) -> Artifact:
             config.get("max_position_embeddings") or config.get("n_positions"),
             of_manifest(manifest) if manifest else None,
             {"tilepress": manifest["tilepress"]} | manifest["versions"] if manifest else {},
-            {"output error": _output_errors(seen, manifest or {}), "sparsity": _sparsities(packed)},
+            {
+                "output error": _output_errors(seen, manifest or {}),
+                "sparsity": _sparsities(packed),
+                HEAD_ERRORS: _head_errors(cache.get("report", [])),
+                EXPERT_TOKENS: _expert_tokens((manifest or {}).get("calibration") or {}),
+            },
             list(cache.get("report", [])),
             left,
         )
@@ -199,6 +206,27 @@ def _output_errors(seen, manifest: dict) -> list[dict]:
     layers = manifest.get("report", {}).get("layers", [])
     values |= {layer["name"]: layer["output_error"] for layer in layers if layer.get("output_error") is not None}
     return _cells(values)
+
+
+def _head_errors(report: list[dict]) -> list[dict]:
+    """Return the part of each KV head in its layer's error of attention, from the calibration of an attention cache."""
+    return [
+        {"layer": layer["layer"], "projection": f"head {head}", "value": error}
+        for layer in report
+        for head, error in enumerate(layer.get("head_errors", ()))
+    ]
+
+
+def _expert_tokens(calibration: dict) -> list[dict]:
+    """Return how many tokens of the calibration text each expert of a mixture saw."""
+    told = [(item["name"], item["tokens"]) for item in calibration.get("pruned", ())]
+    told += [(name, item["tokens"]) for item in calibration.get("inputs", ()) for name in item["weights"]]
+    seen: dict[tuple[int, int], int] = {}
+    for name, tokens in told:
+        if (expert := EXPERT_WEIGHT.match(name)) and (at := place(name)):
+            key = at[0], int(expert["number"])
+            seen[key] = max(tokens, seen.get(key, 0))
+    return [{"layer": at[0], "projection": f"expert {at[1]}", "value": tokens} for at, tokens in sorted(seen.items())]
 
 
 def _sparsities(rows) -> list[dict]:

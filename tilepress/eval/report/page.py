@@ -4,8 +4,9 @@ import shlex
 from html import escape
 from pathlib import Path
 
+from tilepress.compress.layers.walk import FEW_TOKENS
 from tilepress.eval.report.figures import figures
-from tilepress.eval.report.gather import CARDS, Artifact, Gathered, json_for_script
+from tilepress.eval.report.gather import CARDS, EXPERT_TOKENS, Artifact, Gathered, json_for_script
 from tilepress.eval.tasks import metrics_of
 from tilepress.version import __version__
 
@@ -48,7 +49,7 @@ def html(found: Gathered, title: str | None = None) -> str:
         _tasks(found),
         _speed(found),
         _drawings(drawn, ("speed", "bandwidth")),
-        _layers(drawn, ("output-error", "sparsity", "cache")),
+        _layers(found, drawn, ("output-error", "sparsity", "cache", "expert")),
         _texts(found),
         _recipes(found),
         _versions(found),
@@ -281,10 +282,19 @@ def _drawings(drawn: dict[str, tuple[str, dict]], kinds: tuple[str, ...]) -> str
     )
 
 
-def _layers(drawn: dict[str, tuple[str, dict]], kinds: tuple[str, ...]) -> str:
+def _layers(found: Gathered, drawn: dict[str, tuple[str, dict]], kinds: tuple[str, ...]) -> str:
     body = _drawings(drawn, kinds)
-    told = "Errors are relative, of outputs on calibration text, as the manifest has them; experts of a layer are one mean."
-    return _section("Layer by layer", body + _note(told)) if body else ""
+    notes = [
+        "Errors are relative, of outputs on calibration text, as the manifest has them; experts of a layer are one mean."
+    ]
+    if any(name.startswith("cache-error") for name in drawn):
+        notes.append("The squares of a layer's KV heads add up to that of its attention's outputs.")
+    for one in found.artifacts:
+        if tokens := [cell["value"] for cell in one.maps.get(EXPERT_TOKENS, ())]:
+            few, none = sum(seen < FEW_TOKENS for seen in tokens), tokens.count(0)
+            told = f"{one.name}: {len(tokens) - few:,} of {len(tokens):,} experts saw {FEW_TOKENS} tokens of the calibration text or more"
+            notes.append(f"{told}; {none:,} saw none.")
+    return _section("Layer by layer", body + "".join(map(_note, notes))) if body else ""
 
 
 def _texts(found: Gathered) -> str:
