@@ -24,10 +24,11 @@ get_checkpoint_conversion_mapping("llama")  # it keeps what it makes, for every 
 gc.collect()
 gc.freeze()  # else each fork looks through all that was imported, and so copies it
 
-def start(folder, is_leader, words):
+def start(folder, is_leader, words, env):
     pid = os.fork()
     if pid:
         return pid
+    os.environ.update(env)
     if is_leader:
         os.setsid()
     answers.close()
@@ -99,12 +100,14 @@ class Commands:
             [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def __call__(self, *words, is_leader: bool = False) -> Command:
-        """`is_leader`: of a session of its own, which signals from a terminal do not reach."""
+    def __call__(self, *words, is_leader: bool = False, env: dict[str, str] | None = None) -> Command:
+        """`is_leader`: of a session of its own, which signals from a terminal do not reach; `env` is set beside what is."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
-        return Command(self, folder, self.ask("start", str(folder), is_leader, [str(word) for word in words]))
+        return Command(
+            self, folder, self.ask("start", str(folder), is_leader, [str(word) for word in words], env or {})
+        )
 
     def ask(self, *words):
         self._process.stdin.write(json.dumps(words) + "\n")

@@ -99,6 +99,14 @@ def torchrun(*words, size: int = 2) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+def of_torchrun(size: int) -> list[dict[str, str]]:
+    """Return what torchrun sets for each of some processes, but for its agent's store."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        alike = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    return [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
 class Ranks:
     """`size` processes; calling it has each of them call `function(first, group, *rest, **options)`, and gives what they return."""
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tilepress.cli import terminal
 from tilepress.cli.commands import Group, register
 from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
 from tilepress.formats import TilepressError
@@ -68,6 +69,8 @@ def main() -> None:
     """Entry point: runs the command and turns every failure into two lines and an exit code."""
     # Before torch is imported: threads that wait then sleep, and do not spin away the time of those that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "LOCAL_RANK" in os.environ:  # of torchrun: that a rank is gone one of the others tells in our words
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
@@ -84,19 +87,37 @@ def main() -> None:
         elif os.environ.get("TILEPRESS_DEBUG") == "1":
             raise
         else:
-            code = _explain(error)
+            code = _explain(error, hushed=not _speaks())
     if interrupt.seen and code:
         code = interrupt.code
+        if not _speaks():
+            os._exit(code)
         command = shlex.join(word for word in sys.argv[1:] if word not in ("--resume", "--overwrite"))
         writes = sys.argv[1:2] in (["compress"], ["convert"])
-        say("interrupted" + (f"; continue with: tilepress {command} --resume" if writes else ""))
+        program = "torchrun … -m tilepress" if "LOCAL_RANK" in os.environ else "tilepress"
+        say("interrupted" + (f"; continue with: {program} {command} --resume" if writes else ""))
     with contextlib.suppress(OSError):
         print(end="", flush=True)
         sys.exit(code)
     os._exit(code)  # what is left for a full disk or a closed pipe, Python would complain about once more
 
 
-def _explain(error: Exception) -> int:
+def _speaks() -> bool:
+    """Return whether this process tells the user how it ended: of those that torchrun started the first that asks."""
+    if "LOCAL_RANK" not in os.environ:
+        return True
+    from tilepress.ranks import first_to_tell
+
+    return first_to_tell()
+
+
+def _explain(error: Exception, hushed: bool = False) -> int:
+    """Tell an error in two lines, unless another rank has told why all of them end; return the exit code."""
+    with terminal.hushed(hushed):
+        return _told(error)
+
+
+def _told(error: Exception) -> int:
     if isinstance(error, TilepressError):
         say(f"error: {plain(error.message)}")
         if error.hint:

@@ -117,6 +117,12 @@ Bos = Annotated[
     typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+Experts = Annotated[
+    str,
+    typer.Option(
+        metavar="routed|all", help="Of a mixture: the tokens that calibrate an expert, its own or all of the text."
+    ),
+]
 Card = Annotated[
     str, typer.Option(metavar="any|h100|h200", help="The card that will run it: decides how bitmaps group their bits.")
 ]

@@ -1,8 +1,10 @@
 """The parts that commands which make an artifact share: plan, run, and say what came out."""
 
 import json
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from tilepress.cli.flags import Making
 from tilepress.cli.terminal import (
     Bar,
     check_report,
+    hushed,
     left_alone,
     plain,
     quiet_libraries,
@@ -25,6 +28,7 @@ from tilepress.formats import UsageError, is_address
 
 if TYPE_CHECKING:
     from tilepress.compress.run.plan import Recipe
+    from tilepress.ranks import Ranks
     from tilepress.text import Text
 
 _WARNINGS_SHOWN = 5
@@ -102,6 +106,37 @@ def make(
     """Compress `model` into `output` and print the result. With `--dataset self` the text is what `writer` samples, by default `model`.
 
     Returns the outcome; None for a dry run, and where other ranks have not done their part."""
+    with _ranks(text is not None and not how.dry_run, how) as ranks:
+        return _make(model, output, recipe, text, how, words, writer, ranks)
+
+
+@contextmanager
+def _ranks(calibrates: bool, how: Making) -> "Iterator[Ranks | None]":
+    """Give the ranks that torchrun started, where they calibrate together; None else. Only the first of them speaks while all goes well."""
+    apart = how.rank is not None or how.world_size is not None or "LOCAL_RANK" not in os.environ
+    if apart or not calibrates:
+        yield None
+        return
+    from tilepress.device import find_device
+    from tilepress.ranks import Ranks
+
+    ranks = Ranks.start(find_device(how.device))
+    with hushed(ranks is not None and ranks.rank > 0):
+        yield ranks
+    if ranks is not None:
+        ranks.close()
+
+
+def _make(
+    model: str,
+    output: Path,
+    recipe: "Recipe",
+    text: "Text | None",
+    how: Making,
+    words: Words,
+    writer: str | None,
+    ranks: "Ranks | None",
+) -> "tilepress.Outcome | None":
     check_report(how.report)
     if how.report is not None and is_address(output):
         raise UsageError("--report reads a folder", "leave it out, or write to a folder")
@@ -117,11 +152,15 @@ def make(
             facts["forecast"] = found
         print(json.dumps(facts, indent=2) if how.json_ else words.planned(facts))
         return None
-    rank, world_size = how.share
-    if run.plan.text is not None and rank == 0:  # the others take what it calibrates
+    rank, world_size = how.share if ranks is None else (ranks.rank, ranks.size)
+    if ranks is not None and rank:
+        ranks.wait()  # for text that the first one has the model write
+    if run.plan.text is not None and (rank == 0 or ranks is not None):  # others take what it calibrates
         written = own_text(writer or model, run.plan.text, how, None if writer else how.revision)
         run = tilepress.plan(model, output, recipe, dataset=written, **options)
-    with Bar(words.title, how.quiet) as bar:
+    if ranks is not None and not rank:
+        ranks.wait()
+    with Bar(words.title, how.quiet or (ranks is not None and rank > 0)) as bar:
         made = run.start(
             how.device,
             resume=how.resume,
@@ -131,7 +170,10 @@ def make(
             world_size=world_size,
             ray=how.ray,
             progress=bar.at,
+            ranks=ranks,
         )
+    if ranks is not None and rank:
+        return None
     if made is None:
         say(f"the shards of rank {rank} of {world_size} are done; whoever finishes last completes {output}")
         if how.json_:
@@ -149,6 +191,19 @@ def make(
         say(f"warning: {len(made.warnings) - _WARNINGS_SHOWN} more in {output}/tilepress.json")
     show_report([output], how.report)
     return made
+
+
+def experts_text(calibration: dict) -> list[str]:
+    """Return a line on how many tokens a mixture's experts got, if it is one."""
+    from tilepress.models.experts import expert_tokens
+
+    layers = expert_tokens(calibration)
+    tokens = sorted(count for of_layer in layers.values() for count in of_layer)
+    if not tokens:
+        return []
+    none = f", {tokens.count(0)} of them none" if 0 in tokens else ""
+    told = f"{len(tokens)} in {len(layers)} layers got {tokens[0]:,} to {tokens[-1]:,} tokens"
+    return [f"  experts    {told}, half of them at least {tokens[len(tokens) // 2]:,}{none}"]
 
 
 def own_text(model: str, text: "Text", how: Making, revision: str | None) -> "Text":

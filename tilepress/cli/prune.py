@@ -13,6 +13,7 @@ from tilepress.cli.flags import (
     Bos,
     Card,
     Dataset,
+    Experts,
     Model,
     Output,
     Samples,
@@ -24,7 +25,7 @@ from tilepress.cli.flags import (
     reading,
     takes,
 )
-from tilepress.cli.making import Words, make, own_text, plan_text, result_text, say_next, zeros_text
+from tilepress.cli.making import Words, experts_text, make, own_text, plan_text, result_text, say_next, zeros_text
 from tilepress.cli.terminal import Bar, check_report, quiet_libraries, say, show_report, table
 from tilepress.formats import UsageError
 
@@ -71,6 +72,7 @@ def prune(
         str, typer.Option(metavar="auto|int8", help="Of what is left: as it is, or INT8 with a scale for each output.")
     ] = "auto",
     card: Card = "any",
+    experts: Experts = "routed",
     dtype: Annotated[
         str, typer.Option(metavar="auto|bfloat16|float16", help="Convert floating tensors first.")
     ] = "auto",
@@ -100,10 +102,10 @@ def prune(
 
     \b
     --method   text  what it does
-    magnitude  no    drops the smallest weights: usable to about 50 %, destroys models above 55 %
-    wanda      yes   weighs them by their inputs: quick
-    sparsegpt  yes   and fits what is left to the dense model's outputs: the one to take
-    admm       yes   a slower search for better masks than sparsegpt's
+    magnitude  no    drops the smallest weights: without text, up to 30 % or so
+    wanda      yes   weighs them by their inputs: with text and little memory
+    sparsegpt  yes   and fits what is left to the dense model's outputs, in less time than admm
+    admm       yes   searches for better masks than sparsegpt's: the one to take, with some minutes
 
     Measured figures: docs/pruning.md. Before you deploy: `tilepress eval perplexity`, or --sweep.
     """
@@ -112,9 +114,8 @@ def prune(
     sparsities = parse_sparsities(sparsity)
     if len(sparsities) > 1 and not sweep:
         raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
-    recipe = tilepress.Prune(
-        sparsities[0], scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card
-    )
+    settings = scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card, experts
+    recipe = tilepress.Prune(sparsities[0], *settings)
     text = None
     if recipe.needs_text or recover:
         text = reading(dataset, nsamples, seqlen, seed, bos)
@@ -205,6 +206,7 @@ def _calibrated_text(facts: dict) -> str:
         [
             f"  calibrated {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {facts['allocation']['chosen']}; the worst:\n",
             table("", ["weight", "zeros", "method", "output error"], rows),
+            *experts_text(seen),
             "",
         ]
     )

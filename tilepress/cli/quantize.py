@@ -8,6 +8,7 @@ import tilepress
 from tilepress.cli.flags import (
     Bos,
     Dataset,
+    Experts,
     Model,
     Output,
     Samples,
@@ -19,7 +20,7 @@ from tilepress.cli.flags import (
     reading,
     takes,
 )
-from tilepress.cli.making import Words, make, result_text, say_next
+from tilepress.cli.making import Words, experts_text, make, result_text, say_next
 from tilepress.cli.terminal import table
 from tilepress.formats import UsageError
 
@@ -86,6 +87,7 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    experts: Experts = "routed",
     dataset: Dataset = None,
     nsamples: Samples = None,
     seqlen: Seqlen = None,
@@ -121,7 +123,7 @@ def quantize(
         raise UsageError("--percentile goes with --observer percentile", "add it, or leave --percentile out")
     share, text = None if dynamic is None else parse_share(dynamic), None
     settings = weights, activations, chosen, smooth, parse_dtype(dtype), how.ignored, rounding, share
-    recipe = tilepress.Quantize(*settings, keep=None if keep is None else parse_share(keep))
+    recipe = tilepress.Quantize(*settings, None if keep is None else parse_share(keep), experts)
     if recipe.needs_text or dataset is not None:
         text = reading(dataset, nsamples, seqlen, seed, bos)
     elif nsamples is not None or seqlen is not None or bos != "auto":
@@ -159,7 +161,7 @@ def _layers_text(facts: dict) -> str:
             lines.append(f"  {_ADVICE}")
         return "\n".join(lines)
     lines.append(f"\n  calibrated on {calibration['tokens']:,} tokens in {calibration['windows']} windows")
-    lines += _statistics_text(calibration["inputs"])
+    lines += experts_text(calibration) + _statistics_text(calibration["inputs"])
     if "expected_kl" in calibration:
         lines.append(
             f"  expected   a KL divergence of about {calibration['expected_kl']:.2g} from the model as it was, to a factor of 4: "

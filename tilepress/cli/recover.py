@@ -1,5 +1,6 @@
 """`tilepress compress recover`: training of the weights that pruning left."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -56,10 +57,10 @@ def recover(
     The loss is the divergence of the next token's distribution from the dense model's, and the error of hidden states: text needs no labels.
     The layout stays MODEL's. --dry-run shows the memory that the whole model and --blocks take. Measured gains: docs/recovery.md.
     """
-    if find_rank(None, None)[1] > 1 and not how.dry_run:
+    if find_rank(None, None)[1] > 1 and "LOCAL_RANK" not in os.environ and not how.dry_run:
         raise UsageError(
-            "recovery trains in one process, but WORLD_SIZE or SLURM_NTASKS tells of several",
-            "start it once, without torchrun or srun; in a shell of salloc unset SLURM_NTASKS",
+            "recovery trains in one process or under torchrun, but WORLD_SIZE or SLURM_NTASKS tells of several",
+            "start it once, or with torchrun; in a shell of salloc unset SLURM_NTASKS",
         )
     recipe = tilepress.Recover(
         steps, batch, micro_batch, lr, hidden_loss, train, blocks, noise, base, save_every_s=60 * save_every

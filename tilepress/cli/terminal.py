@@ -11,6 +11,7 @@ from pathlib import Path
 EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 3, 130
 _PLAIN_EVERY_S = 10.0
 _LOG = logging.getLogger("tilepress")
+_hushed = False
 
 
 class Bar:
@@ -75,8 +76,20 @@ def plain(text: str, keep: str = "") -> str:
 
 def say(text: str) -> None:
     text = plain(text, keep="\n")
-    print(text, file=sys.stderr, flush=True)
+    if not _hushed:
+        print(text, file=sys.stderr, flush=True)
     _LOG.info(text)
+
+
+@contextmanager
+def hushed(wanted: bool) -> Iterator[None]:
+    """Say nothing on stderr while the body runs, if that is wanted: another rank says it. Errors that end it are told outside."""
+    global _hushed
+    before, _hushed = _hushed, wanted
+    try:
+        yield
+    finally:
+        _hushed = before
 
 
 def log(text: str) -> None:

@@ -51,7 +51,7 @@ class Convert(Recipe):
             if not targets:
                 raise UsageError(
                     f"every weight of {checkpoint.path.name} is a bitmap already, of int8 values",
-                    "nothing is left to convert",
+                    "nothing is left to convert; for bitmaps of another --card compress the dense model again",
                 )
         return targets, left
 

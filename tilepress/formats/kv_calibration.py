@@ -41,6 +41,11 @@ class Side(NamedTuple):
         moved = (None if tensor is None else tensor.to(device) for tensor in self[:2])
         return Side(*moved, self.clip)
 
+    def of_heads(self, first: int, end: int) -> "Side":
+        """The part of some KV heads."""
+        channels = None if self.channels is None else self.channels[:, first:end].contiguous()
+        return Side(channels, None if self.fixed is None else self.fixed[first:end].contiguous(), self.clip)
+
 
 class CachedLayer(NamedTuple):
     """One decoder layer's part of a cache."""
@@ -57,6 +62,10 @@ class CachedLayer(NamedTuple):
     def to(self, device: torch.device | str) -> "CachedLayer":
         return self._replace(key=self.key.to(device), value=self.value.to(device))
 
+    def of_heads(self, first: int, end: int) -> "CachedLayer":
+        """The part of some KV heads, such as a rank's."""
+        return self._replace(key=self.key.of_heads(first, end), value=self.value.of_heads(first, end))
+
 
 @dataclass(frozen=True)
 class KVCalibration:
@@ -70,6 +79,17 @@ class KVCalibration:
     @property
     def head_dim(self) -> int:
         return self.layers[0].form.head_dim
+
+    def check_model(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Raise TilepressError for a model of other layers, heads or head dimensions."""
+        found, declared = (layers, kv_heads, head_dim), (len(self.layers), self.kv_heads, self.head_dim)
+        if found != declared:
+            raise TilepressError(
+                "the cache was calibrated for {} layers with {} KV heads of {}, the model has {} with {} of {}".format(
+                    *declared, *found
+                ),
+                _AGAIN,
+            )
 
     @property
     def is_mixed(self) -> bool:

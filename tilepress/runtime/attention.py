@@ -5,7 +5,8 @@
 Several positions that see a window of the tokens are decode_attention's too: torch's attention would look at all of them.
 
 The lean pass (decode/cache.py) and transformers' own attention modules (hf/paged_cache.py) both go through `PagePool`. Whatever attention sees is what
-the pages hold, in prefill too: cutting a prompt otherwise changes results by rounding alone.
+the pages hold, in prefill too: cutting a prompt otherwise changes results by rounding alone. vLLM has pages of its own (vllm/attention.py): it takes
+`PackedLayer` alone.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilepress.formats import TilepressError
-from tilepress.formats.kv_calibration import KVCalibration
+from tilepress.formats.kv_calibration import CachedLayer, KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.kernels.arch import Path
@@ -34,6 +35,94 @@ class Rope(NamedTuple):
     eps: float = 0.0  # of both norms
 
 
+class PackedLayer:
+    """One layer's keys and values in pages, which are given to each call: uint8 [num_pages, KV heads, page_bytes]."""
+
+    def __init__(self, layer: CachedLayer, refits: int, device: torch.device | str):
+        self.sides, self.rotate, self.refits, self.device = layer.to(device).sides, layer.rotate, refits, device
+        self.layer_form, (self.form, self.value_form) = layer.form, op_forms(layer.form)
+
+    def move(self, device: torch.device) -> None:
+        """Move the calibration to another device."""
+        self.sides, self.device = tuple(side.to(device) for side in self.sides), device
+
+    def append(
+        self, pages: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, rope: Rope | None, fold: bool
+    ) -> Tensor:
+        """Store the rows key and value [rows, KV heads, D] at slots int64 [rows] (-1: nowhere), and return query [rows, heads, D].
+
+        With `rope`, keys and queries get their norms and RoPE first. With `fold` the query comes back as `decode` wants it with `folded`: it has the keys'
+        scale and rotation, rounded to its dtype once more (kernels/rope_append.py). Without `rope` nothing is folded."""
+        keys, values = self.sides
+        quantization = *keys, *values, *self.form, self.rotate, self.refits, *self.value_form
+        if rope is None:
+            ops.kv_append(pages, key, value, slots, *quantization)
+            return query
+        between = (None, None, None, *rope.norms, rope.eps, rope.cos, rope.sin, False, fold, slots)
+        return ops.rope_append(pages, query, key, value, *between, *quantization)
+
+    def decode(
+        self,
+        pages: Tensor,
+        query: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        folded: bool = False,
+        window: int = 0,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention [queries, heads, D] of one query for each sequence, or those that starts int32 [sequences + 1] says, the last of its tokens.
+
+        Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens; with `window` a query sees so many."""
+        keys, values = self.sides
+        # A folded query has the keys' channel scales and rotation already.
+        rotate = self.rotate and not folded
+        stored = None if folded else keys.channels, keys.fixed, *values[:2], *self.form, rotate, *self.value_form
+        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored, starts, window)
+
+    def prefill(
+        self,
+        pages: Tensor,
+        query: Tensor,  # [sequences, heads, rows, D]
+        table: Tensor,  # int32 [sequences, pages]
+        seq_lens: Tensor,  # int32 [sequences]
+        length: int,  # the largest of seq_lens
+        scale: float,
+        positions: Tensor | None = None,
+        window: int = 0,
+    ) -> Tensor:
+        """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`. Where the window is no
+        shorter than the longest sequence, it is none."""
+        if 0 < window < length:
+            return self._in_windows(pages, query, table, seq_lens, scale, positions, window)
+        keys, values = self.sides
+        stored = *keys[:2], *values[:2], query.shape[-1], *self.form, self.rotate
+        read = ops.kv_read(pages, table, seq_lens, length, *stored, query.dtype, *self.value_form)
+        return attention(query, *read, scale, positions)
+
+    def _in_windows(
+        self,
+        pages: Tensor,
+        query: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        positions: Tensor | None,
+        window: int,
+    ) -> Tensor:
+        """Rows of padding are taken out for the op, and get zeros: which rows are left stays on the card."""
+        (sequences, heads, rows, dim), device = query.shape, query.device
+        real = torch.ones(sequences, rows, dtype=torch.bool, device=device) if positions is None else positions >= 0
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), real.sum(1).cumsum(0)])
+        place = torch.where(real, real.flatten().cumsum(0).view(real.shape) - 1, sequences * rows)
+        packed = query.new_zeros(sequences * rows + 1, heads, dim)
+        packed[place] = query.transpose(1, 2)
+        out = self.decode(pages, packed[:-1], table, seq_lens, scale, window=window, starts=starts.int())
+        out = torch.cat([out, out.new_zeros(1, heads, dim)])
+        return out[place].transpose(1, 2)
+
+
 class PagePool:
     """The pages of all layers, uint8 [num_pages, KV heads, page_bytes] each, and their calibration. Fixed in number, or doubling when they run out.
 
@@ -46,8 +135,7 @@ class PagePool:
             torch.empty(num_pages or 0, calibration.kv_heads, layer.form.page_bytes, dtype=torch.uint8, device=device)
             for layer in calibration.layers
         ]
-        self.sides = [layer.to(device).sides for layer in calibration.layers]
-        self._forms = [op_forms(layer.form) for layer in calibration.layers]
+        self.layers = [PackedLayer(layer, calibration.refits, device) for layer in calibration.layers]
         self.free = list(range(num_pages or 0))[::-1]
         self.users = [0] * (num_pages or 0)
 
@@ -86,91 +174,24 @@ class PagePool:
         """Move a layer's pages and calibration to where its keys are, if they lie elsewhere."""
         if self.pages[layer].device != device:
             self.pages[layer] = self.pages[layer].to(device)
-            self.sides[layer] = tuple(side.to(device) for side in self.sides[layer])
+            self.layers[layer].move(device)
 
     def copy(self, source: int | list[int], to: int | list[int]) -> None:
         """Copy what pages hold, in every layer, to others."""
         for pages in self.pages:
             pages[to] = pages[source]
 
-    def append(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, rope: Rope | None, fold: bool
-    ) -> Tensor:
-        """Store the rows key and value [rows, KV heads, D] at slots int64 [rows] (-1: nowhere), and return query [rows, heads, D].
+    def append(self, layer: int, *rows, **options) -> Tensor:
+        """Store a layer's rows, as `PackedLayer.append` does."""
+        return self.layers[layer].append(self.pages[layer], *rows, **options)
 
-        With `rope`, keys and queries get their norms and RoPE first. With `fold` the query comes back as `decode` wants it with `folded`: it has the keys'
-        scale and rotation, rounded to its dtype once more (kernels/rope_append.py). Without `rope` nothing is folded."""
-        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
-        rotate = self.calibration.layers[layer].rotate
-        quantization = *keys, *values, *form, rotate, self.calibration.refits, *value_form
-        if rope is None:
-            ops.kv_append(self.pages[layer], key, value, slots, *quantization)
-            return query
-        between = (None, None, None, *rope.norms, rope.eps, rope.cos, rope.sin, False, fold, slots)
-        return ops.rope_append(self.pages[layer], query, key, value, *between, *quantization)
+    def decode(self, layer: int, *asked, **options) -> Tensor:
+        """Return a layer's attention of one query for each sequence, as `PackedLayer.decode` does."""
+        return self.layers[layer].decode(self.pages[layer], *asked, **options)
 
-    def decode(
-        self,
-        layer: int,
-        query: Tensor,
-        table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        folded: bool = False,
-        window: int = 0,
-        starts: Tensor | None = None,
-    ) -> Tensor:
-        """Return the attention [queries, heads, D] of one query for each sequence, or those that starts int32 [sequences + 1] says, the last of its tokens.
-
-        Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens; with `window` a query sees so many."""
-        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
-        # A folded query has the keys' channel scales and rotation already.
-        rotate = self.calibration.layers[layer].rotate and not folded
-        stored = None if folded else keys.channels, keys.fixed, *values[:2], *form, rotate, *value_form
-        return ops.decode_attention(
-            query.contiguous(), self.pages[layer], table, seq_lens, scale, *stored, starts, window
-        )
-
-    def prefill(
-        self,
-        layer: int,
-        query: Tensor,  # [sequences, heads, rows, D]
-        table: Tensor,  # int32 [sequences, pages]
-        seq_lens: Tensor,  # int32 [sequences]
-        length: int,  # the largest of seq_lens
-        scale: float,
-        positions: Tensor | None = None,
-        window: int = 0,
-    ) -> Tensor:
-        """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`. Where the window is no
-        shorter than the longest sequence, it is none."""
-        if 0 < window < length:
-            return self._in_windows(layer, query, table, seq_lens, scale, positions, window)
-        (keys, values), (form, value_form) = self.sides[layer], self._forms[layer]
-        stored = *keys[:2], *values[:2], query.shape[-1], *form, self.calibration.layers[layer].rotate
-        read = ops.kv_read(self.pages[layer], table, seq_lens, length, *stored, query.dtype, *value_form)
-        return attention(query, *read, scale, positions)
-
-    def _in_windows(
-        self,
-        layer: int,
-        query: Tensor,
-        table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        positions: Tensor | None,
-        window: int,
-    ) -> Tensor:
-        """Rows of padding are taken out for the op, and get zeros: which rows are left stays on the card."""
-        (sequences, heads, rows, dim), device = query.shape, query.device
-        real = torch.ones(sequences, rows, dtype=torch.bool, device=device) if positions is None else positions >= 0
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), real.sum(1).cumsum(0)])
-        place = torch.where(real, real.flatten().cumsum(0).view(real.shape) - 1, sequences * rows)
-        packed = query.new_zeros(sequences * rows + 1, heads, dim)
-        packed[place] = query.transpose(1, 2)
-        out = self.decode(layer, packed[:-1], table, seq_lens, scale, window=window, starts=starts.int())
-        out = torch.cat([out, out.new_zeros(1, heads, dim)])
-        return out[place].transpose(1, 2)
+    def prefill(self, layer: int, *asked, **options) -> Tensor:
+        """Return a layer's attention of several queries for each sequence, as `PackedLayer.prefill` does."""
+        return self.layers[layer].prefill(self.pages[layer], *asked, **options)
 
     def _grow(self, count: int) -> None:
         self.free = [*range(self.total, self.total + count)][::-1] + self.free

@@ -198,7 +198,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
     chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
         plain = {
-            (alpha, clip): kv_search._side(seen, what, form, alpha, clip, False)
+            (alpha, clip): kv_search.plain_side(seen, what, form, alpha, clip)
             for alpha in kv_search.ALPHAS
             for clip in CLIPS
         }
@@ -211,13 +211,13 @@ def test_the_grid_is_searched_by_the_outputs_error():
         assert max(float(each.sum()) for each in others[1.0]) > 1.6 * least
 
 
-def _with_a_sink(scale: float = 3.0) -> LayerSeen:
+def _with_a_sink(scale: float = 3.0, dim: int = 32, tokens: int = 100) -> LayerSeen:
     """A layer with two windows in which most attention goes to the first token, whose key and value are always the same."""
     generator = torch.Generator().manual_seed(0)
-    seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
-    sink = torch.randn(2, 1, 2, 1, 32, generator=generator)
+    seen = LayerSeen("layer", AttentionShape(1, 4, 2, dim, False, dim))
+    sink = torch.randn(2, 1, 2, 1, dim, generator=generator)
     for _ in range(2):
-        query, key, value = (torch.randn(1, heads, 100, 32, generator=generator) for heads in (4, 2, 2))
+        query, key, value = (torch.randn(1, heads, tokens, dim, generator=generator) for heads in (4, 2, 2))
         key[:, :, :1], value[:, :, :1] = sink[0], 0.3 * sink[1]
         query += scale * sink[0].repeat_interleave(2, 1)
         seen.add(query, key, value, 0.2, keep=True)
@@ -265,7 +265,9 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     key, value, facts = kv_search.choose(search, form, rotate)
     assert all(facts["key_first_exact"] + facts["value_first_exact"])
     turns = {"key": rotate, "value": False}
-    plain = [kv_search._side(seen, what, form, 0.5, 1.0, turns[what]) for what in turns]
+    plain = [kv_search.plain_side(seen, what, form, 0.5, 1.0) for what in turns]
+    if rotate:
+        plain[0] = kv_search.rotated_side(seen, seen.query_power, 0.5, 1.0)
     for (what, turned), side, before in zip(turns.items(), (key, value), plain, strict=True):
         first = getattr(seen.samples[1], what)[0, :, :1].transpose(0, 1)
         back, rounded = (fake_quantize(first, form, *each, turned, form.refits) for each in (side, before))
@@ -283,6 +285,46 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
         found = _attention(sample, back["key"][i], back["value"][i])
         off, power = off + (found - exact).square().sum((0, 2, 3)), power + exact.square().sum()
     assert facts["head_errors"] == pytest.approx((off / power).sqrt().tolist(), rel=1e-3)
+
+
+def test_queries_are_weighted_by_what_reaches_the_output():
+    """Their power, against the derivatives of the outputs with respect to every key but the first."""
+    seen, scaling = _with_a_sink(0.5, 8, 20), 0.2
+    seen.add(*(torch.randn(1, heads, 14, 8) for heads in (4, 2, 2)), scaling, keep=True)
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    for sample in seen.samples:
+        exact = Sample(*(x if x.dtype == torch.int64 else x.double() for x in sample))
+        slopes = torch.autograd.functional.jacobian(
+            lambda key, exact=exact: kv_search.attend(exact._replace(key=key), seen).flatten(),
+            exact.key,
+            vectorize=True,
+        )
+        expected += slopes.square().sum(0)[0, :, 1:].sum(1) / scaling**2
+    for together in (1, 1 << 24):
+        found = kv_search.Search(seen, together).reaching
+        assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_queries_that_look_at_the_first_token_alone_set_no_scales():
+    """Most queries are large in one pair of channels and see nothing but the first token; the few others mind every channel but those."""
+    generator = torch.Generator().manual_seed(0)
+    seen = LayerSeen("layer", AttentionShape(1, 2, 1, 32, False, 32))
+    query, key, value = (torch.randn(1, heads, 100, 32, generator=generator) for heads in (2, 1, 1))
+    pair = torch.zeros(32)
+    pair[[3, 19]] = 1.0
+    looks_back = (torch.arange(100) % 8 != 0)[:, None]
+    query = torch.where(looks_back, 30 * pair, query * (1 - pair))
+    key[:, :, 0] = 3 * pair
+    seen.add(query, key, value, 0.2, keep=True)
+    search, form = kv_search.Search(seen), KVFormat(32)
+    chosen, least = search.best("key", form, True), {}
+    for name, queries in (("all", seen.query_power), ("reaching", search.reaching)):
+        sides = [kv_search.rotated_side(seen, queries, a, 1.0) for a in kv_search.ROTATED_ALPHAS]
+        sides += [kv_search.on_grid(seen.first("key"), form, side, True) for side in sides]
+        back = [search.back("key", form, side, True) for side in sides]
+        least[name] = min(search.error(key=rows) for rows in back)
+    assert chosen.facts["key_weighted"] == [True] and chosen.cost <= least["reaching"] * (1 + 1e-6)
+    assert least["reaching"] < 0.9 * least["all"]
 
 
 def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
@@ -459,7 +501,12 @@ def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message)
 
 @pytest.mark.parametrize(
     "family,changes,message",
-    [("gpt-oss", {}, "s_aux"), ("llama", {"head_dim": 40}, "no multiple of 32"), ("falcon", {}, "common way")],
+    [
+        ("gpt-oss", {}, "s_aux"),
+        ("llama", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("llama", {"head_dim": 40}, "no multiple of 32"),
+        ("falcon", {}, "common way"),
+    ],
 )
 def test_attention_that_the_cache_does_not_serve(checkpoint_of, tmp_path, family, changes, message):
     with pytest.raises(UsageError) as error:

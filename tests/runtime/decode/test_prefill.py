@@ -52,10 +52,10 @@ def held(batch: Batch, sequence: int, count: int) -> list[torch.Tensor]:
     if batch.cache.name.endswith("contiguous"):
         return [*batch.cache.memory[:, :, sequence, :, :count].flatten(0, 1)]
     pool, found = batch.cache.pool, []
-    for layer, (keys, values) in enumerate(pool.sides):
-        form, value_form = pool._forms[layer]
+    for layer, packed in enumerate(pool.layers):
+        keys, values = packed.sides
         dim = pool.calibration.layers[layer].form.head_dim
-        stored = *keys[:2], *values[:2], dim, *form, pool.calibration.layers[layer].rotate, torch.float32, *value_form
+        stored = *keys[:2], *values[:2], dim, *packed.form, packed.rotate, torch.float32, *packed.value_form
         lengths = torch.tensor([count], dtype=torch.int32, device=batch.device)
         table = batch.cache.table[sequence : sequence + 1]
         found += torch.ops.tilepress.kv_read(pool.pages[layer], table, lengths, count, *stored)

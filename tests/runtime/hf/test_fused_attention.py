@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -285,6 +286,20 @@ def test_attention_of_other_kinds_is_left_alone(family, change):
     assert [type(layer.self_attn) for layer in model.model.layers] == kinds and not fused_attention.modules(model)
     assert counts(model.generate, **prompt(), **OPTIONS) == {"kv_append": 20, "kv_read": 2, "decode_attention": 18}
     assert paths(model)["kv_append reference on cpu"] == 2
+
+
+def test_a_setting_that_the_family_does_not_serve_leaves_attention_alone(monkeypatch):
+    found, capped = fused_attention.family_of, families.Setting("soft_cap", None, "soft-capped scores")
+
+    def family_of(module, kind: str):
+        family = found(module, kind)
+        return family and replace(family, settings=(*family.settings, capped))
+
+    monkeypatch.setattr(fused_attention, "family_of", family_of)
+    for cap, fused in ((None, 2), (30.0, 0)):
+        model = stock("Llama")
+        model.config.soft_cap = cap
+        assert len(fused_attention.modules(with_pages(model))) == fused
 
 
 def test_one_module_of_another_kind():

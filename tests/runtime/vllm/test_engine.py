@@ -10,71 +10,22 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.artifacts import prune, quantize
+from support.engines import CARD, DTYPE, PROMPTS, TOLERANCE, assert_as, engine, generate, model_of
 
-vllm = pytest.importorskip("vllm")
+import tilepress
+from tilepress.formats import UsageError
 
-import tilepress  # noqa: E402
-from tilepress.formats import UsageError  # noqa: E402
-
-PROMPTS = [[3 + 7 * i % 250 for i in range(length)] for length in (5, 33, 70)]
-CARD = torch.cuda.is_available()  # its attention takes no float32
-DTYPE = "bfloat16" if CARD else "float32"
-TOLERANCE = 0.1 if CARD else 1e-3  # of log-probabilities, against float32: roundings and the orders of sums differ
-ROOM = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05} if CARD else {}  # engines side by side
 LAYOUTS = {
     "tiled-bitmap": {"format": "tiled-bitmap"},
     "tiled-csl": {"format": "tiled-csl"},
     "int8-values": {"format": "tiled-bitmap", "value_dtype": "int8"},
     "auto": {},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "HF_HUB_OFFLINE": "1",
-        }.items():
-            patch.setenv(name, value)
-        yield
-
-
-def engine(path: Path, **options) -> "vllm.LLM":
-    settings = {"dtype": DTYPE, "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True, "seed": 0}
-    return vllm.LLM(model=str(path), **settings | ROOM | options)
-
-
-def sampled(tokens: int, **options) -> "vllm.SamplingParams":
-    settings = {"temperature": 0, "max_tokens": tokens, "logprobs": 3, "ignore_eos": True, "detokenize": False}
-    return vllm.SamplingParams(**settings | options)
-
-
-def generate(llm, prompts: list[list[int]], tokens: int = 6, lora=None, **options) -> list:
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
-    found = llm.generate(asked, sampled(tokens, **options), use_tqdm=False, lora_request=lora)
-    return [output for request in found for output in request.outputs]
-
-
-def assert_as(model, prompts: list[list[int]], outputs: list, tolerance: float = TOLERANCE) -> None:
-    """Every log-probability that the engine tells is the model's own, and its tokens are the model's best."""
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = list(output.token_ids)
-        with torch.no_grad():
-            expected = model(torch.tensor([prompt + tokens])).logits[0].float().log_softmax(-1)
-        for i, (token, told) in enumerate(zip(tokens, output.logprobs, strict=True)):
-            row = expected[len(prompt) - 1 + i]
-            assert row.max() - row[token] < tolerance
-            for candidate, value in told.items():
-                assert math.isclose(row[candidate].item(), value.logprob, abs_tol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +47,7 @@ def test_families_and_layouts(checkpoint_of, tmp_path, family, layout):
     prune(checkpoint_of(family, **sizes), tmp_path / "out", 0.6, **LAYOUTS[layout])
     llm = engine(tmp_path / "out")
     assert_as(tilepress.load(tmp_path / "out", dtype="float32"), PROMPTS, generate(llm, PROMPTS))
-    model = llm.llm_engine.model_executor.driver_worker.get_model()
-    layers = [module for module in model.modules() if hasattr(module, "quant_method")]
+    layers = [module for module in model_of(llm).modules() if hasattr(module, "quant_method")]
     kinds = {type(layer.packed).__name__ for layer in layers if hasattr(layer, "packed")}
     assert kinds and kinds <= {"TiledBitmapLinear", "TiledCSLLinear", "_Separate"}
 
@@ -106,8 +56,9 @@ def test_what_was_left_dense_is_run_by_vllm(checkpoint_of, tmp_path):
     prune(checkpoint_of("llama"), tmp_path / "out", 0.6, ignore=("*.k_proj", "*.o_proj", "lm_head"))
     llm = engine(tmp_path / "out")
     assert_as(tilepress.load(tmp_path / "out", dtype="float32"), PROMPTS, generate(llm, PROMPTS))
-    model = llm.llm_engine.model_executor.driver_worker.get_model()
-    methods = {name: type(m.quant_method).__name__ for name, m in model.named_modules() if hasattr(m, "quant_method")}
+    methods = {
+        name: type(m.quant_method).__name__ for name, m in model_of(llm).named_modules() if hasattr(m, "quant_method")
+    }
     assert methods["model.layers.0.self_attn.o_proj"] == "UnquantizedLinearMethod"
     assert (
         methods["model.layers.0.self_attn.qkv_proj"]
@@ -134,13 +85,7 @@ def test_scheduling_changes_nothing(llama):
         assert_as(model, prompts, generate(llm, prompts))
     twice = generate(llm, PROMPTS[:1], n=2, temperature=1.0, seed=1)
     assert len(twice) == 2
-    for output in twice:
-        expected = model(torch.tensor([PROMPTS[0] + list(output.token_ids)])).logits[0].log_softmax(-1)
-        for i, told in enumerate(output.logprobs):
-            for candidate, value in told.items():
-                assert math.isclose(
-                    expected[len(PROMPTS[0]) - 1 + i, candidate].item(), value.logprob, abs_tol=TOLERANCE
-                )
+    assert_as(model, PROMPTS[:1] * 2, twice, greedy=False)
 
 
 def test_an_adapter_over_a_sparse_base(llama, tmp_path):

@@ -16,9 +16,16 @@ from tilepress.compress.layers.walk import Layer
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.models.families import turns_neighbours
+from tilepress.ranks import Ranks
 
 QUERIES = 64  # positions of a sampled window whose queries are kept
 _ATTENTION = "tilepress_observed"
+_OTHERWISE = {
+    "kv_lora_rank": "latent",
+    "attn_logit_softcapping": "soft-capped",
+    "alibi": "ALiBi",
+    "use_bidirectional_attention": "bidirectional",
+}
 _ORDINARY = "leave this model's cache as it is: `compress kv` is for causal softmax attention with one head dimension"
 
 
@@ -59,7 +66,7 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
     unknown = set(get("layer_types", ())) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UsageError(f"{checkpoint.name} ({kind}) has layers of the kind {min(unknown)}", _ORDINARY)
-    for name, what in (("kv_lora_rank", "latent"), ("attn_logit_softcapping", "soft-capped"), ("alibi", "ALiBi")):
+    for name, what in _OTHERWISE.items():
         if get(name):
             raise UsageError(f"{checkpoint.name} ({kind}) has {what} attention", _ORDINARY)
     head_dim, kv_heads = get("head_dim", width // heads), get("num_key_value_heads", heads)
@@ -128,8 +135,12 @@ class LayerSeen:
         """Return the middle key or value of a window's first token, channel by channel: [KV heads, D]."""
         return torch.stack(self.firsts[what]).median(0).values
 
-    def add(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool) -> None:
-        """Add a window: query [1, heads, tokens, D], key and value [1, KV heads, tokens, D]."""
+    def add(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, keep: bool, number: int | None = None
+    ) -> None:
+        """Add a window: query [1, heads, tokens, D], key and value [1, KV heads, tokens, D].
+
+        `number` is which window of the text it is, unless windows come in order."""
         shape, self.scaling = self.shape, scaling
         expected = (shape.kv_heads, query.shape[2], shape.head_dim)
         if key.shape[1:] != expected or value.shape[1:] != expected:
@@ -149,9 +160,21 @@ class LayerSeen:
         self.tokens += key.shape[2]
         self.windows += 1
         if keep:
-            generator = torch.Generator().manual_seed(len(self.samples))
+            generator = torch.Generator().manual_seed(len(self.samples) if number is None else number)
             at = torch.randperm(key.shape[2], generator=generator)[:QUERIES].sort().values.to(key.device)
             self.samples.append(Sample(*(part[None] for part in (groups[:, :, at], at, keys, values))))
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Make the statistics those of all ranks' windows; samples stay where they are."""
+        if ranks.size == 1:
+            return
+        for ranges in (self.key, self.value):
+            ranges.low, ranges.high = -ranks.largest(-ranges.low), ranks.largest(ranges.high)
+            ranges.total, ranges.power = ranks.sum(ranges.total), ranks.sum(ranges.power)
+        self.longest, self.query_power = ranks.largest(self.longest), ranks.sum(self.query_power)
+        self.tokens, self.windows = (sum(each) for each in zip(*ranks.tell((self.tokens, self.windows)), strict=True))
+        told = ranks.tell({what: [row.cpu() for row in rows] for what, rows in self.firsts.items()})
+        self.firsts = {what: [row.to(ranks.device) for found in told for row in found[what]] for what in self.firsts}
 
     def check(self) -> None:
         """Raise TilepressError if keys or values were not finite: once for all windows, since a card has to be waited for."""
@@ -192,7 +215,7 @@ class Watch:
             )
         self.model, self.shape = model, shape
         self._layer: LayerSeen | None = None  # the one that runs
-        self._keeps = False
+        self._keeps, self._number = False, 0
         self._instead: tuple[Tensor, Tensor] | None = None  # keys and values that attention gets for those it is given
         AttentionInterface.register(_ATTENTION, self._attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
@@ -210,7 +233,8 @@ class Watch:
             with self.model.loaded(layer.path):
                 outputs = layer.outputs()
                 for i in range(len(layer.hidden)):
-                    self._keeps = i < sampled
+                    self._number = layer.number_of(i)
+                    self._keeps = self._number < sampled
                     layer.hidden[i] = next(outputs)
         finally:
             self._layer = None
@@ -220,6 +244,7 @@ class Watch:
                 _ORDINARY,
             )
         seen.check()
+        seen.reduce(layer.ranks)
         return seen
 
     def change(self, layer: Layer, hidden: Tensor, key: Tensor, value: Tensor) -> float:
@@ -244,7 +269,8 @@ class Watch:
             raise UsageError(f"the attention uses {unusual[0]}", _ORDINARY)
         if self._layer is not None:
             self._layer.window = kwargs.get("sliding_window") or 0
-            self._layer.add(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, self._keeps)
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self._layer.add(query, key, value, scale, self._keeps, self._number)
         if self._instead is not None:
             key, value = (x.to(key.dtype) for x in self._instead)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -22,6 +22,7 @@ from tilepress.formats.artifact import disk_errors, write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import FOLDER, CachedLayer, KVCalibration, Side, to_files, weights_hash
 from tilepress.formats.kv_int4 import KVFormat, forms_of
+from tilepress.ranks import ALONE, Ranks
 
 SAMPLED_WINDOWS = 8  # whose keys and values the search looks at
 TOGETHER = {"cpu": 1, "cuda": 1 << 24}  # numbers of keys that are looked at together: a card waits for each launch
@@ -38,7 +39,7 @@ class Settings:
     alike: bool = False  # a layer's keys and values have one form
 
 
-def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -> None:
+def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> None:
     """Run the model over the text and leave the sidecar's files in the work folder.
 
     Raises UsageError for a model whose attention cannot be looked at, and where the work folder holds a calibration of something else;
@@ -47,7 +48,9 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
     source, shape = Checkpoint(plan.source), settings.shape
     targets, _ = find_targets(source, (), plan.trust_remote_code, quantized=True)
     visitor = (_Search if settings.budget is None else _BudgetSearch)(settings, targets)
-    found = Walk.over_text(plan, "kv", visitor, device, progress).run()
+    found = Walk.over_text(plan, "kv", visitor, device, progress, ranks).run()
+    if ranks.rank:
+        return ranks.wait()
     facts = {key: value for key, value in found.facts.items() if key not in _CHOICES}
     layers, refits = tuple(visitor.layers(found)), max(form.refits for form in settings.forms)
     calibration = KVCalibration(shape.kv_heads, layers, refits, facts)
@@ -55,6 +58,7 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -
         (plan.work / FOLDER).mkdir(exist_ok=True)
     for name, content in to_files(calibration, weights_hash(source)).items():
         write_atomic(plan.work / name, content, plan.work)
+    ranks.wait()
 
 
 class _Search(Visitor):
@@ -64,7 +68,7 @@ class _Search(Visitor):
         self.settings, self.targets, self.dtype = settings, targets, targets[0].dtype
         self.shape = settings.shape
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
         tokens = sum(map(len, windows))
         if tokens < self.shape.head_dim:
             raise UsageError(f"{dataset} gave {tokens} tokens: too few to calibrate on", "give more text")
@@ -88,10 +92,11 @@ class _Search(Visitor):
                 for part, tensor in zip(("channels", "fixed"), side[:2], strict=True):
                     if tensor is not None:
                         tensors[f"{_key(rotate)}.{layer.number}.{what}.{part}"] = tensor
-        return found, tensors
+        return found, {} if layer.ranks.rank else tensors  # every rank has them
 
     def _search(self, layer: Layer) -> Search:
-        return Search(self.watch.layer(layer, SAMPLED_WINDOWS), TOGETHER.get(self.watch.model.device.type, 1))
+        together = TOGETHER.get(self.watch.model.device.type, 1)
+        return Search(self.watch.layer(layer, SAMPLED_WINDOWS), together, layer.ranks)
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         reports = {rotate: facts.pop(_key(rotate)) for rotate in self.settings.rotations}
@@ -138,9 +143,11 @@ class _BudgetSearch(_Search):
                         tensors[f"{layer.number}.{what}.{i}.{part}"] = tensor
             usual = tried[self.settings.forms.index(KVFormat(self.shape.head_dim))]
             rounded[what] = search.back(what, usual.form, usual.side, usual.rotate)
-        seen_first = {what: rows[0][0] for what, rows in rounded.items()}
-        found["weight"] = self.watch.change(layer, window, **seen_first) / max(search.error(**rounded), 1e-30)
-        return {"tried": [found]}, tensors
+        error = max(search.error(**rounded), 1e-30)
+        if not layer.ranks.rank:
+            seen_first = {what: rows[0][0] for what, rows in rounded.items()}
+            found["weight"] = self.watch.change(layer, window, **seen_first) / error
+        return {"tried": layer.ranks.tell([found])[0]}, {} if layer.ranks.rank else tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         tried, forms = facts.pop("tried"), self.settings.forms

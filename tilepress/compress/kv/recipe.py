@@ -17,6 +17,7 @@ from tilepress.formats.files import read_json
 from tilepress.formats.kv_calibration import CONFIG_KEY, FACTS_NAME, FOLDER, forms_in, name_of
 from tilepress.formats.kv_int4 import Forms, KVFormat
 from tilepress.formats.layout import Layout, layout_named
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text
 
 
@@ -34,6 +35,7 @@ class KVCache(Recipe):
     alike: bool = False  # of "auto": keys and values of a layer have one form, as kernels take it
 
     command = "compress kv"
+    together = True
     links = True
     alone = True
     needs_text = True
@@ -129,10 +131,10 @@ class KVCache(Recipe):
         scores += min(text.nsamples, SAMPLED_WINDOWS) * shape.heads * QUERIES * text.seqlen * 4  # kept of each window
         return 4 * max(elements - embedding, 0) // shape.layers + 8 * embedding + hidden + sampled + scores
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         shape = attention_shape(Checkpoint(plan.source), plan.trust_remote_code)
         settings = Settings(shape, self.forms(shape.head_dim), self.rotations, self.budget, self.alike)
-        calibrate(plan, settings, device, progress)
+        calibrate(plan, settings, device, progress, ranks)
         return {}
 
     def extra_files(self, plan: Plan) -> dict[str, bytes]:

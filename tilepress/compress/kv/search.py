@@ -6,7 +6,8 @@ and for values, are those of a small grid with the least error of the attention'
 
 Keys can be rotated by a Hadamard matrix, queries with them. Rounding errors of a rotated row are alike in all channels, so a scale a_c makes
 the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c^2), which is least at a_c = sqrt(k_c / q_c), k and q the
-root mean squares: there scale = (k / q)^alpha.
+root mean squares: there scale = (k / q)^alpha. An error of query i's score for key t reaches its output o_i times a_it * |v_t - o_i|, a_it the
+attention: of queries that look at the first token alone nothing does. So q is also tried with these squares as weights (`Search.reaching`).
 
 A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
 its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
@@ -18,7 +19,8 @@ both is the largest length that was seen, around 0.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -27,8 +29,10 @@ from torch import Tensor
 from tilepress.compress.kv.attention import LayerSeen, Sample, by_pairs
 from tilepress.formats.kv_calibration import Side
 from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat, clamped_share, fake_quantize
+from tilepress.ranks import ALONE, Ranks
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+ROTATED_ALPHAS = (0.25, 0.5, 0.75)
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
 
 
@@ -39,29 +43,60 @@ class Candidate(NamedTuple):
     rotate: bool
     side: Side
     cost: float  # relative squared error of the attention's output with this side quantized alone
-    facts: dict  # of each KV head alpha, and in 4 bits whether the first token is stored exactly; clip
+    facts: dict  # of each KV head alpha, in 4 bits whether the first token is stored exactly, rotated whether queries are weighted; clip
     heads: list[float]  # what each KV head has of the cost
+
+
+class _Point(NamedTuple):
+    """A point of the grid."""
+
+    alpha: float
+    clip: float
+    weighted: bool = False  # scales of rotated keys follow from `Search.reaching`
+    exact: bool = False  # means are moved until the first token is stored exactly
 
 
 class Search:
     """The sampled windows of a layer, and what its attention gives on them.
 
+    Ranks have some of the windows each, and every error is of all.
     Windows of a length are worked on together where their keys are `together` numbers or fewer."""
 
-    def __init__(self, seen: LayerSeen, together: int = 1):
-        self.seen, self._found, self.samples = seen, {}, seen.together(together)
+    def __init__(self, seen: LayerSeen, together: int = 1, ranks: Ranks = ALONE):
+        self.seen, self._found, self.samples, self.ranks = seen, {}, seen.together(together), ranks
         self.weights = [weights(sample, seen) for sample in self.samples]
         self.exact = [attend(sample, seen, given) for given, sample in zip(self.weights, self.samples, strict=True)]
         shares = [share for given in self.weights for share in given[..., 0].mean((1, 2, 3))]
-        self.first_attention = float(torch.stack(shares).mean())  # that queries give the first token
-        powers = torch.cat([out.square().sum((1, 2, 3, 4)) for out in self.exact])
-        self.power = max(sum(powers.tolist()), 1e-30)
+        first = self._mean(shares)  # of the attention that queries give the first token
+        self.first_attention = float(first)
+        powers = [power for out in self.exact for power in out.square().sum((1, 2, 3, 4)).tolist()]
+        self.power = max(self._total(sum(powers)), 1e-30)
+
+    @cached_property
+    def reaching(self) -> Tensor:
+        """Return the power of queries, weighted by how much of a rounding error of each key that a sampled query meets reaches its output: [KV heads, D].
+
+        The first token is left out: where it takes much attention it is stored exactly."""
+        powers = torch.zeros_like(self.seen.query_power)
+        for sample, given, out in zip(self.samples, self.weights, self.exact, strict=True):
+            off = torch.einsum("whgnd,whtd->whgnt", out, sample.value) * -2
+            off += sample.value.square().sum(-1)[:, :, None, None] + out.square().sum(-1)[..., None]
+            met = given.square() * off.clamp(min=0)
+            met[..., 0] = 0
+            of_windows = torch.einsum("whgn,whgnd->whd", met.sum(-1), sample.query.square())
+            for power in of_windows:  # one by one: sums do not depend on which came together
+                powers += power
+        return self.ranks.sum(powers)
 
     def errors(self, **quantized: list[Tensor]) -> Tensor:
         """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
 
         Nothing waits for the card. They are relative to the power of all heads' outputs, and add up to the layer's."""
-        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.exact[0].device)
+        return self.ranks.sum(self._own_errors(**quantized))
+
+    def _own_errors(self, **quantized: list[Tensor]) -> Tensor:
+        """Return the part of `errors` that comes from this rank's windows."""
+        off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.seen.longest.device)
         for i, (sample, given, out) in enumerate(zip(self.samples, self.weights, self.exact, strict=True)):
             replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
             found = attend(replaced, self.seen, None if "key" in quantized else given)
@@ -91,27 +126,34 @@ class Search:
         if form.bits == 16:
             errors = self.errors(**{what: self.back(what, form, Side(None), False)})
             return Candidate(form, False, Side(None), float(errors.sum()), {}, errors.tolist())
-        sides = {
-            (alpha, clip, False): _side(self.seen, what, form, alpha, clip, rotate)
-            for alpha, clip in itertools.product(ALPHAS, CLIPS[form.static])
-        }
+        sides = {}
+        for clip in CLIPS[form.static]:
+            if rotate:
+                for weighted, alpha in itertools.product((False, True), ROTATED_ALPHAS):
+                    queries = self.reaching if weighted else self.seen.query_power
+                    sides[_Point(alpha, clip, weighted)] = rotated_side(self.seen, queries, alpha, clip, self._mean)
+            else:
+                for alpha in ALPHAS:
+                    sides[_Point(alpha, clip)] = plain_side(self.seen, what, form, alpha, clip, self._mean)
         if form.bits == 4:
             sides |= {
-                (alpha, clip, True): on_grid(self.seen.first(what), form, side, rotate)
-                for (alpha, clip, _), side in sides.items()
-                if clip == 1.0 or form.static
+                point._replace(exact=True): on_grid(self.seen.first(what), form, side, rotate)
+                for point, side in sides.items()
+                if point.clip == 1.0 or form.static
             }
-        errors = [self.errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
-        costs = dict(zip(sides, torch.stack(errors).cpu(), strict=True))
-        by_clip = {clip: [point for point in costs if point[1] == clip] for clip in CLIPS[form.static]}
+        errors = [self._own_errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
+        costs = dict(zip(sides, self.ranks.sum(torch.stack(errors)).cpu(), strict=True))
+        by_clip = {clip: [point for point in costs if point.clip == clip] for clip in CLIPS[form.static]}
         least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
         clip = min(least, key=lambda clip: float(least[clip].values.sum()))
         points = [by_clip[clip][i] for i in least[clip].indices.tolist()]  # of each head
         channels = torch.stack([sides[point].channels[:, head] for head, point in enumerate(points)], 1)
         fixed = torch.stack([sides[p].fixed[head] for head, p in enumerate(points)]) if form.static else None
-        facts = {f"{what}_alpha": [point[0] for point in points], f"{what}_clip": clip}
+        facts = {f"{what}_alpha": [point.alpha for point in points], f"{what}_clip": clip}
         if form.bits == 4:
-            facts[f"{what}_first_exact"] = [point[2] for point in points]
+            facts[f"{what}_first_exact"] = [point.exact for point in points]
+        if rotate:
+            facts[f"{what}_weighted"] = [point.weighted for point in points]
         errors = least[clip].values
         return Candidate(form, rotate, Side(channels, fixed, clip), float(errors.sum()), facts, errors.tolist())
 
@@ -119,15 +161,28 @@ class Search:
         """Return what the manifest says of the rounding of keys or values."""
         exact = [getattr(sample, what) for sample in self.samples]
         back = self.back(what, chosen.form, chosen.side, chosen.rotate)
-        off = torch.cat([(found - x).square().sum((1, 2, 3)) for found, x in zip(back, exact, strict=True)])
-        power = torch.cat([x.square().sum((1, 2, 3)) for x in exact])
-        facts = {f"{what}_error": (sum(off.tolist()) / max(sum(power.tolist()), 1e-30)) ** 0.5}
+        pairs = list(zip(back, exact, strict=True))
+        off = self._total(sum(off for found, x in pairs for off in (found - x).square().sum((1, 2, 3)).tolist()))
+        power = self._total(sum(power for x in exact for power in x.square().sum((1, 2, 3)).tolist()))
+        facts = {f"{what}_error": (off / max(power, 1e-30)) ** 0.5}
         if chosen.form.static:
             side = chosen.side
             windows = (window for x in exact for window in x)
             shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in windows]
-            facts[f"{what}_overflow"] = sum(shares) / len(shares)
+            facts[f"{what}_overflow"] = self._total(sum(shares)) / self._total(len(shares))
         return facts
+
+    def _total(self, number: float) -> float:
+        """Add up the ranks' numbers."""
+        return sum(self.ranks.tell(number))
+
+    def _mean(self, of_windows: list[Tensor]) -> Tensor:
+        """Return the mean of what each sampled window gives, the other ranks' too; on a rank without any of what is there."""
+        if self.ranks.size == 1:
+            return _mean(of_windows)
+        totals = self.ranks.tell((len(of_windows), sum(of_windows).cpu() if of_windows else 0.0))
+        count = sum(windows for windows, _ in totals)
+        return (sum(total for _, total in totals) / count).to(self.ranks.device)
 
 
 def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
@@ -169,23 +224,39 @@ def weights(sample: Sample, seen: LayerSeen) -> Tensor:
     return scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
 
 
-def _side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, rotate: bool) -> Side:
-    """Return the side at one point of the grid."""
+Mean = Callable[[list[Tensor]], Tensor]  # of what each sampled window gives, those of all ranks
+
+
+def _mean(of_windows: list[Tensor]) -> Tensor:
+    return torch.stack(of_windows).mean(0)
+
+
+def plain_side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: float, mean_of: Mean = _mean) -> Side:
+    """Return the side of rows that are not rotated at one point of the grid."""
     low, high = _range(seen, what, form)
     mean = (low + high) / 2 if form.static else (getattr(seen, what).total / seen.tokens).float()
-    if rotate:
-        variance = seen.key.power - seen.tokens * mean.double().square()
-        keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, seen.query_power))
-        scale = (keys / queries).sqrt().float() ** alpha
-    else:
-        reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
-        scale = (by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach) ** alpha
-    # In these units a head's values are about 1, far from the ends of float16.
+    reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
+    reach = by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach
+    scale = _to_units(seen, what, mean, reach**alpha, mean_of)
+    weight = scale.square() * (seen.query_power.float() if what == "key" else 1.0)
+    channels = torch.stack([mean, scale, weight / weight.mean(-1, keepdim=True).clamp(min=1e-30)])
+    return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
+
+
+def rotated_side(seen: LayerSeen, queries: Tensor, alpha: float, clip: float, mean_of: Mean = _mean) -> Side:
+    """Return the side of rotated keys at one point of the grid, for queries of a power [KV heads, D]."""
+    mean = (seen.key.total / seen.tokens).float()
+    variance = seen.key.power - seen.tokens * mean.double().square()
+    keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, queries))
+    scale = _to_units(seen, "key", mean, (keys / queries).sqrt().float() ** alpha, mean_of)
+    return Side(torch.stack([mean, scale, torch.ones_like(scale)]), None, clip)
+
+
+def _to_units(seen: LayerSeen, what: str, mean: Tensor, scale: Tensor, mean_of: Mean) -> Tensor:
+    """Return the scale times a number for each head that makes its values about 1, far from the ends of float16."""
     windows = (window for sample in seen.samples for window in getattr(sample, what))
     powers = [((window - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for window in windows]
-    scale = scale * torch.stack(powers).mean(0).sqrt().clamp(min=1e-6)[:, None]
-    channels = torch.stack([mean, scale, _weight(seen, what, scale, rotate)])
-    return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
+    return scale * mean_of(powers).sqrt().clamp(min=1e-6)[:, None]
 
 
 def on_grid(row: Tensor, form: KVFormat, side: Side, rotate: bool) -> Side:
@@ -204,14 +275,6 @@ def _range(seen: LayerSeen, what: str, form: KVFormat) -> tuple[Tensor, Tensor]:
         return ranges.low, ranges.high
     turns = torch.arange(ranges.low.shape[-1], device=ranges.low.device) < seen.shape.rotary_dim
     return torch.where(turns, -seen.longest, ranges.low), torch.where(turns, seen.longest, ranges.high)
-
-
-def _weight(seen: LayerSeen, what: str, scale: Tensor, rotate: bool) -> Tensor:
-    """Return how much a squared error of each channel's codes matters: [KV heads, D], a mean of 1 in each head."""
-    if rotate:
-        return torch.ones_like(scale)
-    weight = scale.square() * (seen.query_power.float() if what == "key" else 1.0)
-    return weight / weight.mean(-1, keepdim=True).clamp(min=1e-30)
 
 
 def _static_scales(low: Tensor, high: Tensor, channels: Tensor, form: KVFormat, clip: float) -> Tensor:

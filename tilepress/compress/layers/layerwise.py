@@ -101,6 +101,12 @@ class LayerByLayer:
         self._gives_tuples = isinstance(out, tuple)
         return out[0] if self._gives_tuples else out
 
+    def show_experts_all(self) -> None:
+        """Let each expert of a mixture see every token from now on; what the layers give stays that of the router's choice."""
+        for module in self.model.modules():
+            if isinstance(module, SeparateExperts):
+                module.every_token = True
+
     def argument(self, name: str):
         """Return what the first layer gets by this name beside the hidden states, or None."""
         return next(iter(self._arguments.values()))[0][1].get(name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats import TilepressError
+from tilepress.ranks import Ranks
 
 _BLOCKS = 8  # of columns: the lower triangle is not computed
 _DAMPINGS = 4  # tried, each ten times the last
@@ -52,6 +53,25 @@ class Moments:
                 f"the input of {name} is not finite during calibration",
                 "the checkpoint overflows in its own dtype: try --dtype bfloat16, or check it with `tilepress eval perplexity`",
             )
+
+    def reduce(self, ranks: Ranks, owner: int | None = None) -> None:
+        """Make these the moments of all ranks' tokens; with an `owner` on that rank alone, while the others keep but their number."""
+        if ranks.size == 1:
+            return
+        self.tokens = int(ranks.sum(torch.tensor(self.tokens, device=ranks.device)))
+        for name in ("_sum", *(["_difference"] if self.cross else [])):
+            found = getattr(self, name)
+            if self.tokens:
+                found = torch.zeros(self.width, self.width, device=ranks.device) if found is None else found
+                found = ranks.sum(found) if owner is None else ranks.sum_for(found, owner)
+            setattr(self, name, found if owner in (None, ranks.rank) else None)
+
+    def scale(self, factor: float) -> None:
+        """Take it that every input had been multiplied by the root of a factor."""
+        if factor != 1.0:
+            for matrix in (self._sum, self._difference):
+                if matrix is not None:
+                    matrix.mul_(factor)
 
     def divide(self, columns: Tensor) -> None:
         """Take it that every input had been divided by columns [channels]."""

@@ -4,6 +4,9 @@ A `Visitor` says what is done with a layer. The `Walk` owns the rest: windows of
 and files in the work folder. Each visited layer becomes a pair of files, its facts and its tensors. A stopped run finds them and takes the
 hidden states through finished layers again (`skip`), or, where that costs as much as a visit (`keeps_streams`), reads the states that the
 walk writes every minute. At the end all facts become one file, which names what they were made from: its `identity`. `Found` reads it.
+
+Several ranks (ranks.py) walk together: the windows are dealt to them one after the other, a visit says what it adds up over them, and each
+writes the tensors that it has. The files of a layer serve any number of ranks that goes on.
 """
 
 import errno
@@ -12,9 +15,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -30,7 +34,9 @@ from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.artifact import disk_errors, temporary_name, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint
 from tilepress.formats.files import read_json
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import check_vocabulary, load_tokenizer
+from tilepress.version import __version__
 
 CALIBRATION = "calibration"  # the walk whose facts the manifest keeps under this name
 HIDDEN = "hidden"  # the stream that every walk has
@@ -49,6 +55,8 @@ class Layer:
     streams: dict[str, list[Tensor]]  # the walk's: [1, tokens, hidden] for each window
     progress: Progress
     scratch: Path  # a file for the state of a long visit; the walk removes it when the layer is done
+    ranks: Ranks = ALONE  # that walk together: the streams hold this one's windows
+    lengths: Sequence[int] = ()  # tokens of all windows of the text, the other ranks' too
 
     @property
     def hidden(self) -> list[Tensor]:
@@ -65,13 +73,22 @@ class Layer:
         """Elements of the layer's targets."""
         return sum(target.elements for target in self.model.targets_of[self.path])
 
+    def number_of(self, window: int) -> int:
+        """Return which window of the whole text one of the streams' is."""
+        return window * self.ranks.size + self.ranks.rank
+
     @property
     def probe(self) -> Tensor:
         """The first tokens of the shortest window, [1, up to PROBE_TOKENS, hidden]."""
         return min(self.hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
 
     def groups(self, module: nn.Module, fold: bool = False) -> list[Group]:
-        """Return the groups of the loaded layer's targets. Raises TilepressError for a target that the model does not run."""
+        """Return the groups of the loaded layer's targets, as the first rank sees them.
+
+        Raises TilepressError for a target that the model does not run."""
+        return self.ranks.first(lambda: self._groups(module, fold))
+
+    def _groups(self, module: nn.Module, fold: bool) -> list[Group]:
         paths, probe = set(self.names), self.probe
         run = lambda: self.model.run(self.path, probe)  # noqa: E731
         groups = find_groups(module, self.path, paths, self.model.head_dim, run, fold)
@@ -97,11 +114,12 @@ class Visitor:
     dtype: torch.dtype  # of hidden states between layers
     doing = "calibrating"  # what progress says before the layer's name
     reports = False  # whether `visit` reports the layer's units itself
+    all_experts = False  # whether experts of a mixture see every token, not only those that the router gives them
     keeps_streams = False  # whether the walk writes streams: for visitors that cannot skip a layer cheaply
     targets: list[Target] | None = None  # whose layers are walked through; None: the plan's
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
-        """Return the windows of the text that are looked at. Raises UsageError where they are too few."""
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
+        """Return the windows of the text that so many ranks look at. Raises UsageError where they are too few."""
         return windows
 
     def compute_dtype(self, device: str) -> torch.dtype:
@@ -111,7 +129,10 @@ class Visitor:
     def model(self, plan: Plan, device: str) -> LayerByLayer:
         """Return the model to walk through, by default the plan's source."""
         targets, compute, stored = self.targets or plan.targets, self.compute_dtype(device), plan.recipe.dtype
-        return LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
+        model = LayerByLayer(Checkpoint(plan.source), targets, device, compute, stored, plan.trust_remote_code)
+        if self.all_experts:
+            model.show_experts_all()
+        return model
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         """Look at the model before its first layer, and add streams of one's own to the embedded windows."""
@@ -119,7 +140,7 @@ class Visitor:
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         """Return the layer's facts, each a list that the walk appends to that of the layers before, and its tensors.
 
-        Leaves the layer's outputs in all streams."""
+        Leaves the layer's outputs in all streams. Facts are the first rank's, tensors of all of them: each has other names."""
         raise NotImplementedError
 
     def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
@@ -129,7 +150,9 @@ class Visitor:
                 layer.advance(stream)
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
-        """Return the facts of the whole walk, given those of all its layers. Streams are complete where the walk keeps them."""
+        """Return the facts of the whole walk, given those of all its layers. Streams are complete where the walk keeps them.
+
+        Every rank is asked, and the first one's answer counts."""
         return facts
 
     def units(self, layer: Layer) -> int:
@@ -178,80 +201,183 @@ class Walk:
     progress: Progress
     identity: str
     facts: dict  # that come before those of the layers
+    ranks: Ranks = ALONE
 
     @classmethod
-    def over_text(cls, plan: Plan, name: str, visitor: Visitor, device: str, progress: Progress) -> "Walk":
-        """Make a walk over the windows of the plan's text. Raises UsageError for a text without tokens."""
+    def over_text(
+        cls, plan: Plan, name: str, visitor: Visitor, device: str, progress: Progress, ranks: Ranks = ALONE
+    ) -> "Walk":
+        """Make a walk over the windows of the plan's text, which ranks share.
+
+        Raises UsageError for a text without tokens or with fewer windows than ranks, and for ranks that would not do the same."""
         text, tokenizer = plan.text, load_tokenizer(plan.source, plan.trust_remote_code)
-        windows = visitor.choose(text.windows(tokenizer), text.dataset)
+        every = text.windows(tokenizer)
+        windows = visitor.choose(every, text.dataset, ranks.size)
         compute = visitor.compute_dtype(device)
         tokens, wanted = sum(map(len, windows)), text.nsamples * text.seqlen
         few = [f"{text.dataset} gave {tokens:,} tokens of the {wanted:,} asked for"] if tokens < wanted else []
         facts = {"windows": len(windows), "tokens": tokens, "warnings": few, "computed_in": dtype_name(compute)}
         facts["device"] = torch.device(device).type
-        identity = identity_of(plan, windows, device, compute)
-        return cls(plan, name, visitor, text.dataset, windows, device, progress, identity, facts)
+        identity = identity_of(plan, visitor.choose(every, text.dataset), device, compute)  # for any number of ranks
+        if ranks.size > 1:
+            facts["ranks"] = ranks.size
+            check_alike(plan, windows, f"{facts['device']}, {facts['computed_in']}", ranks)
+        if len(windows) < ranks.size:
+            raise UsageError(
+                f"{text.dataset} gave {len(windows)} windows for {ranks.size} ranks: each needs one",
+                "start fewer ranks, or give more text (--nsamples, a shorter --seqlen)",
+            )
+        return cls(plan, name, visitor, text.dataset, windows, device, progress, identity, facts, ranks)
 
     def run(self) -> Found:
         """Walk through the layers, but for those that are in the work folder already, and return what was found.
 
         Raises UsageError where the work folder holds what was made from something else, and for an architecture that cannot be run
         layer by layer."""
-        if found := finished(self.plan, self.name, self.identity, self.dataset):
-            return found
-        visitor, work = self.visitor, self.plan.work
-        model = visitor.model(self.plan, self.device)
+        ranks, plan = self.ranks, self.plan
+        if ranks.first(lambda: finished(plan, self.name, self.identity, self.dataset) is not None):
+            return Found(plan.work, self.name)
+        visitor, work, windows = self.visitor, plan.work, ranks.mine(self.windows)
+        model = visitor.model(plan, self.device)
         check_vocabulary(self.windows, model.model)
-        streams = {HIDDEN: [model.embed(torch.tensor(window)).to(visitor.dtype) for window in self.windows]}
-        model.embed(torch.zeros(min(PROBE_TOKENS, *map(len, self.windows)), dtype=torch.long))  # for the probes
-        visitor.start(model, self.windows, streams)
+        streams = {HIDDEN: [model.embed(torch.tensor(window)).to(visitor.dtype) for window in windows]}
+        lengths = [len(window) for window in self.windows]
+        # For the probes, and for other ranks' windows that are looked at by all.
+        for length in {min(PROBE_TOKENS, *map(len, windows)), *(lengths if ranks.size > 1 else ())}:
+            model.embed(torch.zeros(length, dtype=torch.long))
+        visitor.start(model, windows, streams)
         stem = f"{self.name}-{self.identity[:16]}"
         files = [work / f"{stem}-{number:04d}" for number in range(len(model.layers))]
-        kept = work / f"{stem}-streams.safetensors"
-        first = _restore(kept, streams) if visitor.keeps_streams else 0
-        done = {i for i, file in enumerate(files) if file.with_suffix(".json").exists()}
+        kept = _KeptStreams(work, stem, ranks, len(self.windows))
+        first = kept.restore(streams) if visitor.keeps_streams else 0
+        done = ranks.first(lambda: {i for i, file in enumerate(files) if file.with_suffix(".json").exists()})
         # A layer after the streams that were kept is visited again: its visit makes streams.
         fresh = range(first, len(files)) if visitor.keeps_streams else sorted(set(range(len(files))) - done)
         written = time.monotonic()
         for number, (path, file) in enumerate(zip(model.layers, files, strict=True)):
             scratch = work / f"unfinished-{file.name}.safetensors"
-            layer = Layer(model, path, number, streams, self.progress, scratch)
+            layer = Layer(model, path, number, streams, self.progress, scratch, ranks, lengths)
             self.progress(f"{visitor.doing} {path}", 0)
             if number in fresh:
                 facts, tensors = visitor.visit(layer)
-                write_tensors(file.with_suffix(".safetensors"), tensors)
-                write_atomic(file.with_suffix(".json"), to_json(facts), work)
+                self._write(file, facts, tensors)
                 scratch.unlink(missing_ok=True)
                 del tensors
-                if visitor.keeps_streams and time.monotonic() - written >= KEEP_EVERY_S:
-                    _keep(kept, streams, number + 1)
+                if visitor.keeps_streams and ranks.tell(time.monotonic() - written >= KEEP_EVERY_S)[0]:
+                    kept.keep(streams, number + 1)
                     written = time.monotonic()
             elif first <= number < max(fresh, default=0):
-                visitor.skip(layer, load_file(file.with_suffix(".safetensors")))
+                found = [load_file(work / name) for name in _tensor_files(file, read_json(file.with_suffix(".json")))]
+                visitor.skip(layer, {name: tensor for tensors in found for name, tensor in tensors.items()})
             told = visitor.reports and number in fresh
             self.progress(f"{visitor.doing} {path}", 0 if told else visitor.units(layer))
-        facts = self.facts
+        facts, names = self.facts, []
         for file in files:
-            for key, values in read_json(file.with_suffix(".json")).items():
-                facts.setdefault(key, []).extend(values)
+            told = read_json(file.with_suffix(".json"))
+            names += _tensor_files(file, told)
+            for key, values in told.items():
+                if key != _FILES:
+                    facts.setdefault(key, []).extend(values)
         facts = visitor.finish(facts, streams)
-        keep(work, self.name, self.identity, facts, [f"{file.name}.safetensors" for file in files])
-        kept.unlink(missing_ok=True)
+        if not ranks.rank:
+            keep(work, self.name, self.identity, facts, names)
+        ranks.wait()
+        kept.remove()
         return Found(work, self.name)
 
+    def _write(self, file: Path, facts: dict[str, list], tensors: dict[str, Tensor]) -> None:
+        """Write the pair of files of a layer; of several ranks each writes its tensors, and the first names all of these files."""
+        ranks, facts_file = self.ranks, file.with_suffix(".json")
+        own = (
+            file.with_suffix(".safetensors")
+            if not ranks.rank
+            else file.parent / f"{file.name}-{ranks.rank}.safetensors"
+        )
+        if tensors or not ranks.rank:
+            write_tensors(own, tensors)
+        if ranks.size > 1:
+            facts = facts | {
+                _FILES: [name for name in ranks.tell(own.name if tensors or not ranks.rank else "") if name]
+            }
+        if not ranks.rank:
+            write_atomic(facts_file, to_json(facts), self.plan.work)
+        ranks.wait()
 
-def _keep(file: Path, streams: dict[str, list[Tensor]], layers: int) -> None:
-    tensors = {f"{name}.{i}": h for name, windows in streams.items() for i, h in enumerate(windows)}
-    write_tensors(file, tensors, {"layers": str(layers)})
+
+_FILES = "files"  # the key of a layer's facts that names its files of tensors, where several ranks wrote them
 
 
-def _restore(file: Path, streams: dict[str, list[Tensor]]) -> int:
-    """Put the streams of a file in place of the embedded windows; return how many layers they have passed, 0 without a file."""
-    if layers := int(metadata_of(file).get("layers", 0)):
-        tensors, count = load_file(file), range(len(streams[HIDDEN]))
-        names = {key.rpartition(".")[0] for key in tensors}
-        streams |= {name: [tensors[f"{name}.{i}"] for i in count] for name in names}
-    return layers
+def _tensor_files(file: Path, facts: dict) -> list[str]:
+    return facts.get(_FILES, [f"{file.name}.safetensors"])
+
+
+def check_alike(plan: Plan, windows: list[list[int]], computing: str, ranks: Ranks) -> None:
+    """Raise UsageError where ranks see other files, text, settings or versions, or compute in another way."""
+    digest = hashlib.sha256(json.dumps(windows).encode()).hexdigest()
+    packages = ("torch", "transformers", "tokenizers", "safetensors")
+    seen = {
+        "versions of packages": [__version__, *(version(name) for name in packages)],
+        "settings or a model": plan.fingerprint,
+        "files of the model": [[shard.source, source_mtime(plan, shard)] for shard in plan.shards],
+        "text": digest,
+        "a device or dtype": computing,
+    }
+    ranks.agree(seen, "all ranks need the same command and packages, and one disk with the model and the text")
+
+
+@dataclass
+class _KeptStreams:
+    """The streams that a walk writes now and then: of each rank a file, which any number of ranks reads again."""
+
+    work: Path
+    stem: str
+    ranks: Ranks
+    windows: int  # of all ranks together
+
+    def keep(self, streams: dict[str, list[Tensor]], layers: int) -> None:
+        """Write the streams as they are after so many layers, then remove what was written before."""
+        rank, size = self.ranks.rank, self.ranks.size
+        tensors = {f"{name}.{i * size + rank}": h for name, of in streams.items() for i, h in enumerate(of)}
+        file = self.work / f"{self.stem}-streams-{layers:04d}-{rank}.safetensors"
+        write_tensors(file, tensors, {"layers": str(layers)})
+        self.ranks.wait()
+        self._remove_but(layers)
+
+    def restore(self, streams: dict[str, list[Tensor]]) -> int:
+        """Put the newest streams that are there whole in place of the embedded windows; return how many layers they have passed."""
+        layers, files = self.ranks.first(self._newest)
+        for i in range(len(streams[HIDDEN])) if layers else ():
+            window = i * self.ranks.size + self.ranks.rank
+            for file in files:
+                with safe_open(self.work / file, framework="pt") as kept:
+                    for key in kept.keys():  # noqa: SIM118
+                        name, _, number = key.rpartition(".")
+                        if int(number) == window:
+                            of = streams.setdefault(name, [])
+                            of[i:] = [kept.get_tensor(key), *of[i + 1 :]]
+        return layers
+
+    def remove(self) -> None:
+        """Remove all files."""
+        self._remove_but(None)
+
+    def _newest(self) -> tuple[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for file in sorted(self.work.glob(f"{self.stem}-streams-*.safetensors")):
+            found.setdefault(int(metadata_of(file).get("layers", 0)), []).append(file.name)
+        for layers in sorted(found, reverse=True):
+            numbers = set()
+            for name in found[layers]:
+                with safe_open(self.work / name, framework="pt") as kept:
+                    numbers |= {int(key.rpartition(".")[2]) for key in kept.keys()}  # noqa: SIM118
+            if layers and len(numbers) == self.windows:
+                return layers, found[layers]
+        return 0, []
+
+    def _remove_but(self, layers: int | None) -> None:
+        for file in self.work.glob(f"{self.stem}-streams-*.safetensors") if not self.ranks.rank else ():
+            if layers is None or f"-streams-{layers:04d}-" not in file.name:
+                file.unlink(missing_ok=True)
 
 
 def keep(work: Path, name: str, identity: str, facts: dict, files: list[str]) -> None:

@@ -19,6 +19,7 @@ from tilepress.compress.run.targets import Target
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.files import read_json
+from tilepress.ranks import ALONE, Ranks
 
 ALLOCATIONS = ("uniform", "owl", "auto")
 FILE = "allocation.json"  # in the work folder
@@ -35,14 +36,14 @@ class Allocation:
     facts: dict
 
 
-def allocate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Allocation:
+def allocate(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> Allocation:
     """Lay out the zeros of a plan's targets, and write them to the work folder for `read_allocation`.
 
     Raises UsageError for too little text, and where a survey in the work folder was made from other text, weights or another kind of device."""
     targets, sparsity = plan.targets, settings.sparsity
     sparsities, facts = {target.name: sparsity for target in targets}, {}
     if settings.allocation != "uniform":
-        weights = survey(plan, settings, device, progress)
+        weights = survey(plan, settings, device, progress, ranks)
         if not weights:
             raise UsageError(
                 f"--allocation {settings.allocation} has too little text to look at: no weight saw {FEW_TOKENS} tokens",
@@ -54,7 +55,9 @@ def allocate(plan: Plan, settings: Settings, device: str, progress: Progress) ->
         facts = {"sparsity": {name: round(value, 6) for name, value in sorted(chosen.items())}}
     zeros = counts(targets, sparsities, settings.count(sum(target.elements for target in targets)))
     made = Allocation(settings.allocation, zeros, facts)
-    write_atomic(plan.work / FILE, to_json(asdict(made)), plan.work)
+    if not ranks.rank:
+        write_atomic(plan.work / FILE, to_json(asdict(made)), plan.work)
+    ranks.wait()
     return made
 
 

@@ -9,6 +9,7 @@ more, and some layers' inputs (stream.py).
 """
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -24,6 +25,8 @@ from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_m
 from tilepress.compress.prune.settings import Settings
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.formats.stripes import converted
+from tilepress.models.experts import count_of, counting_tokens
+from tilepress.ranks import dealt
 
 _DENSE = "dense"  # the stream of the dense model
 
@@ -34,6 +37,7 @@ class LayerPruner(Visitor):
     def __init__(self, settings: Settings, zeros: dict[str, int], dtype: torch.dtype):
         """`zeros` is how many zeros each weight is to have, by its stored name."""
         self.settings, self.zeros, self.dtype = settings, zeros, dtype
+        self.all_experts = settings.all_experts
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
@@ -41,7 +45,7 @@ class LayerPruner(Visitor):
             streams[_DENSE] = list(streams[HIDDEN])
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        names, model = layer.names, layer.model
+        model = layer.model
         found: dict = {"pruned": [], "warnings": []}
         tensors: dict[str, Tensor] = {}
         if not layer.number:
@@ -51,9 +55,11 @@ class LayerPruner(Visitor):
             in_order, modules = stages(layer.groups(module)), dict(module.named_modules(prefix=layer.path))
             pruned.find_ends(layer.probe)
             for number, stage in enumerate(in_order):
-                moments = self._observe(pruned, dense, in_order, number)
-                for group in stage:
-                    self._prune_group(group, moments[group.linears[0]], modules, names, found, tensors)
+                with counting_tokens(modules, model.device) as routed:
+                    moments = self._observe(pruned, dense, in_order, number)
+                tensors |= self._prune_stage(layer, stage, moments, modules, found)
+                if self.all_experts:
+                    _tell_routed(found["pruned"], stage, {path: layer.ranks.sum(n) for path, n in routed.items()})
                 del moments
             pruned.advance()
             if dense and not (in_order and _pairs(in_order[-1])):
@@ -100,36 +106,77 @@ class LayerPruner(Visitor):
                 pruned.run(i)
         return moments
 
+    def _prune_stage(
+        self, layer: Layer, stage: list[Group], moments: dict[str, Moments], modules: dict[str, nn.Module], found: dict
+    ) -> dict[str, Tensor]:
+        """Prune the linear layers of a stage in place, each on the rank that owns it; return this rank's weights by their stored names."""
+        ranks, names = layer.ranks, layer.names
+        owner = _owners(stage, modules, ranks.size)
+        for group in stage:  # all before the first is solved: a rank that solves would keep the others waiting
+            owning = {owner[path] for path in group.linears}
+            moments[group.linears[0]].reduce(ranks, owning.pop() if len(owning) == 1 else None)
+        made: dict[str, Tensor] = {}
+        told: dict[str, tuple[dict, str]] = {}
+        for group in stage:
+            of_group, own = moments.pop(group.linears[0]), [path for path in group.linears if owner[path] == ranks.rank]
+            for path, weight, *facts in self._prune_group(group, own, of_group, modules, names) if own else ():
+                _put(modules[path], weight)
+                made[names[path]], told[path] = weight.cpu(), tuple(facts)
+        told = {path: facts for of_rank in ranks.tell(told) for path, facts in of_rank.items()}
+        for path in (path for group in stage for path in group.linears):
+            if ranks.size > 1:
+                weight = modules[path].weight.data
+                shared = ranks.share(weight.to(self.dtype).contiguous(), owner[path])
+                weight.copy_(shared)
+            facts, warning = told[path]
+            found["pruned"].append(facts)
+            found["warnings"] += [warning] if warning else []
+        return made
+
     def _prune_group(
-        self,
-        group: Group,
-        moments: Moments,
-        modules: dict[str, nn.Module],
-        names: dict[str, str],
-        found: dict,
-        tensors: dict[str, Tensor],
-    ) -> None:
-        """Prune the linear layers of one input, in place."""
+        self, group: Group, paths: list[str], moments: Moments, modules: dict[str, nn.Module], names: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor, dict, str]]:
+        """Yield each path of some linear layers of one input with its pruned weight, its facts and what there is to warn of."""
         few = moments.tokens < FEW_TOKENS
         settings = self.settings
         solver = None if few else Solver(settings, moments, group.linears[0])
-        for path in group.linears:
+        for path in paths:
             name, module = names[path], modules[path]
             weight = module.weight.detach()
             weight = (weight.t() if linear_shape(module)[2] else weight).contiguous()
-            zeros = self.zeros[name]
+            zeros, warning = self.zeros[name], ""
             if few:
                 pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
-                found["warnings"].append(f"{name} saw only {moments.tokens} tokens: pruned by magnitude")
+                warning = f"{name} saw only {moments.tokens} tokens: pruned by magnitude"
             else:
                 pruned, error = solver.prune(weight.float(), zeros)
-            pruned = rounded(pruned, self.dtype, name)
-            _put(module, pruned)
-            tensors[name] = pruned.cpu().contiguous()
+            pruned = rounded(pruned, self.dtype, name).contiguous()
             made = int((pruned == 0).sum())
             told = {"name": name, "method": "magnitude" if few else settings.method, "zeros": made}
             told |= {"sparsity": made / weight.numel(), "tokens": moments.tokens}
-            found["pruned"].append(told | ({} if few else {"output_error": round(error, 6)}))
+            yield path, pruned, told | ({} if few else {"output_error": round(error, 6)}), warning
+
+
+def _tell_routed(pruned: list[dict], stage: list[Group], counts: dict[str, Tensor]) -> None:
+    """Add to the facts of a stage's weights, the last ones, how many tokens the router gave each expert."""
+    paths = [path for group in stage for path in group.linears]
+    for path, told in zip(paths, pruned[-len(paths) :], strict=True):
+        if (routed := count_of(path, counts)) is not None:
+            told["routed"] = routed
+
+
+def _owners(stage: list[Group], modules: dict[str, nn.Module], size: int) -> dict[str, int]:
+    """Return the rank that solves each linear layer: one for those of an input, which share its factors, where there are inputs enough."""
+    pieces = [group.linears for group in stage]
+    if len(pieces) < size:
+        pieces = [(path,) for linears in pieces for path in linears]
+
+    def cost(path: str) -> float:
+        rows, cols, _ = linear_shape(modules[path])
+        return rows * cols**2
+
+    owners = dealt([sum(map(cost, linears)) for linears in pieces], size)
+    return {path: rank for linears, rank in zip(pieces, owners, strict=True) for path in linears}
 
 
 class Solver:

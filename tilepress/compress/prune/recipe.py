@@ -23,12 +23,20 @@ from tilepress.compress.prune.magnitude import Histogram, Threshold, layer_thres
 from tilepress.compress.prune.settings import METHODS as CALIBRATING, REFITTING, Settings
 from tilepress.compress.run.encode import Compressed, format_names, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe, source_mtime
-from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.run.targets import (
+    EXPERTS_SEE,
+    LeftAlone,
+    Target,
+    check_experts,
+    check_patterns,
+    check_value_dtypes,
+)
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.artifact import write_atomic
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.layout import Layout
 from tilepress.formats.tiled_bitmap import PAIRS_BELOW
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text
 
 SCOPES = ("layer", "row", "global")
@@ -52,8 +60,10 @@ class Prune(Recipe):
     allocation: str = "uniform"  # uniform | owl | auto: of methods that read text
     damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
     card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
+    experts: str = "routed"  # routed | all: which tokens of the text the experts of a mixture are fitted to
 
     command = "compress prune"
+    together = True
 
     @property
     def calibrates(self) -> bool:
@@ -68,7 +78,8 @@ class Prune(Recipe):
     @property
     def calibrating(self) -> Settings:
         """The settings that pruning with text reads."""
-        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype)
+        shown_all = self.experts == "all"
+        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype, all_experts=shown_all)
 
     def passes(self, text: Text | None) -> int:
         """A global threshold needs one more look at the targets (or two in float32), a calibration too, and an allocation another."""
@@ -84,6 +95,7 @@ class Prune(Recipe):
             (self.value_dtype, VALUE_DTYPES, "value-dtype"),
             (self.allocation, ALLOCATIONS, "allocation"),
             (self.card, PAIRS_BELOW, "card"),
+            (self.experts, EXPERTS_SEE, "experts"),
         ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
@@ -98,6 +110,8 @@ class Prune(Recipe):
                 f"--allocation {self.allocation} needs a method that reads text",
                 "add --method sparsegpt (or wanda, admm)",
             )
+        if not self.calibrates and self.experts == "all":
+            raise UsageError("--experts all, but --method magnitude reads no text", "leave it out, or choose a method")
         if not 0 < self.damping <= 1:
             raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
         check_patterns(self.ignore)
@@ -117,6 +131,8 @@ class Prune(Recipe):
         if self.calibrates:
             del chosen["scope"]
             chosen |= {"allocation": self.allocation, "damping": self.damping} | text.described()
+        if self.experts != "routed":
+            chosen["experts"] = self.experts
         return chosen
 
     def warnings(self) -> list[str]:
@@ -134,6 +150,7 @@ class Prune(Recipe):
         return round(self.sparsity * elements)
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
+        check_experts(self.experts, targets)
         if layout_for(self.format).packed:
             check_value_dtypes({target.name: self.dtype or target.dtype for target in targets})
 
@@ -143,16 +160,17 @@ class Prune(Recipe):
             return writing
         return max(writing, pruning_memory.peak_bytes(self.calibrating, inputs, targets))
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         """Return, for `global`, the threshold over all targets, for methods that calibrate the pruned weights; else
         nothing.
 
         Each shard's histogram, and each layer's pruned weights, are files."""
         if self.calibrates:
-            if rank and not wait_for_walk(plan.work, progress):
+            apart = ranks.size == 1  # ranks that do not speak to each other: the first works for all
+            if rank and apart and not wait_for_walk(plan.work, progress):
                 return None
-            if not rank:
-                self._prune_layers(plan, device, progress)
+            if not rank or not apart:
+                self._prune_layers(plan, device, progress, ranks)
             found = Found(plan.work)
             methods = {item["name"]: item["method"] for item in found.facts["pruned"]}
             return {"pruned": found, "methods": methods, "zeros": read_allocation(plan).zeros}
@@ -180,10 +198,10 @@ class Prune(Recipe):
             "shard": {job.target.name: shard.number for shard in plan.shards for job in shard.jobs if job.target},
         }
 
-    def _prune_layers(self, plan: Plan, device: str, progress: Progress) -> None:
-        zeros = allocate(plan, self.calibrating, device, progress).zeros
+    def _prune_layers(self, plan: Plan, device: str, progress: Progress, ranks: Ranks) -> None:
+        zeros = allocate(plan, self.calibrating, device, progress, ranks).zeros
         visitor = LayerPruner(self.calibrating, zeros, self.dtype or plan.targets[0].dtype)
-        Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
+        Walk.over_text(plan, CALIBRATION, visitor, device, progress, ranks).run()
 
     def _histograms(self, plan: Plan, device: str, progress: Progress, wide: bool, prefix: int | None) -> list[Path]:
         checkpoint, work, files = Checkpoint(plan.source), plan.work, []

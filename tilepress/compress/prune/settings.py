@@ -23,6 +23,8 @@ class Settings:
         0.5  # share of what dense and pruned inputs differ by that weights make up for; 0: no second stream
     )
 
+    all_experts: bool = False  # whether experts of a mixture are fitted to every token
+
     def count(self, elements: int) -> int:
         """Return how many of so many elements are pruned."""
         return round(self.sparsity * elements)

@@ -18,20 +18,21 @@ from tilepress.compress.prune import wanda
 from tilepress.compress.prune.settings import Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats.checkpoint import linear_shape
+from tilepress.ranks import ALONE, Ranks
 
 WINDOWS, TOKENS = 8, 512  # of the calibration text, at most
 OUTLIER = 5.0  # times the mean of a weight's scores
 CURVE = tuple(i / 50 for i in range(51))  # sparsities at which a weight's loss is measured
 
 
-def survey(plan: Plan, settings: Settings, device: str, progress: Progress) -> dict[str, dict]:
+def survey(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict[str, dict]:
     """Return what is known of each weight in a decoder layer that saw enough tokens, by its stored name.
 
     "layer" is its layer's path, "outliers" how many of its scores are OUTLIER times their mean, "curve" its local loss at each sparsity of
     CURVE, and "cost", for the allocation `auto`, the model's loss for each unit of that. Raises UsageError where the work folder holds a
     survey of something else."""
-    visitor = _Survey(settings, settings.dtype or plan.targets[0].dtype)
-    facts = Walk.over_text(plan, "survey", visitor, device, progress).run().facts
+    visitor = _Survey(settings, settings.dtype or plan.targets[0].dtype, ranks)
+    facts = Walk.over_text(plan, "survey", visitor, device, progress, ranks).run().facts
     return {found.pop("name"): found for found in facts["weights"]}
 
 
@@ -41,11 +42,13 @@ class _Survey(Visitor):
     doing = "surveying"
     keeps_streams = True  # running all variants again would cost what the survey costs
 
-    def __init__(self, settings: Settings, dtype: torch.dtype):
-        self.settings, self.dtype = settings, dtype
+    def __init__(self, settings: Settings, dtype: torch.dtype, ranks: Ranks = ALONE):
+        self.settings, self.dtype, self.ranks = settings, dtype, ranks
+        self.all_experts = settings.all_experts
 
-    def choose(self, windows: list[list[int]], dataset: str) -> list[list[int]]:
-        return [window[:TOKENS] for window in windows[:: max(len(windows) // WINDOWS, 1)][:WINDOWS]]
+    def choose(self, windows: list[list[int]], dataset: str, ranks: int = 1) -> list[list[int]]:
+        count = max(WINDOWS, ranks)
+        return [window[:TOKENS] for window in windows[:: max(len(windows) // count, 1)][:count]]
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         with layer.model.loaded(layer.path) as module:
@@ -58,7 +61,8 @@ class _Survey(Visitor):
         at = min(range(len(CURVE)), key=lambda i: abs(CURVE[i] - self.settings.sparsity))
         for names in facts["variants"]:
             local = sum(found[name]["curve"][at] for name in names)
-            cost = _distance(streams[names[0]], streams[HIDDEN]) / local if local else 0.0
+            distance = _distance(streams[names[0]], streams[HIDDEN], self.ranks)
+            cost = distance / local if local else 0.0
             for name in names:
                 found[name]["cost"] = cost
         return facts
@@ -77,14 +81,23 @@ class _Survey(Visitor):
 
         with watch_inputs(modules, [group.linears[0] for group in groups], see):
             outputs = list(layer.outputs())
+        ranks = layer.ranks
+        for path in (group.linears[0] for group in groups) if ranks.size > 1 else ():
+            if seen := int(ranks.sum(torch.tensor(tokens.get(path, 0), device=ranks.device))):
+                width = linear_shape(modules[path])[1]
+                squares[path] = ranks.sum(squares.get(path, torch.zeros(width, device=ranks.device)))
+                tokens[path] = seen
         norms = {path: (squares[path] / tokens[path]).sqrt() for path in squares if tokens[path] >= FEW_TOKENS}
+        seen_by = {path: group.linears[0] for group in groups if group.linears[0] in norms for path in group.linears}
+        mine = ranks.mine(list(seen_by))
+        told = ranks.tell({path: _describe(modules[path], norms[seen_by[path]]) for path in mine})
+        facts_of = {path: facts for of_rank in told for path, facts in of_rank.items()}
         weights, variants = [], []
         for stage in stages(groups):
             seen = [group for group in stage if group.linears[0] in norms]
             for group in seen:
                 for path in group.linears:
-                    told = _describe(modules[path], norms[group.linears[0]])
-                    weights.append({"name": names[path], "layer": layer.path} | told)
+                    weights.append({"name": names[path], "layer": layer.path} | facts_of[path])
             if self.settings.allocation == "auto" and seen:
                 pruned = [names[path] for group in seen for path in group.linears]
                 variants.append(pruned)
@@ -122,11 +135,12 @@ def _describe(linear: nn.Module, norms: Tensor) -> dict:
     return {"outliers": outliers, "curve": [0.0, *list(losses)[1:]]}
 
 
-def _distance(states: list[Tensor], dense: list[Tensor]) -> float:
+def _distance(states: list[Tensor], dense: list[Tensor], ranks: Ranks) -> float:
     """Return the mean squared distance of tokens scaled to unit length."""
     total = tokens = 0
     for one, other in zip(states, dense, strict=True):
         one, other = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (one, other))
         total += float((one - other).square().sum())
         tokens += one.shape[1]
+    total, tokens = ranks.sum(torch.tensor([total, tokens], dtype=torch.float64, device=ranks.device)).tolist()
     return total / tokens

@@ -5,6 +5,7 @@ windows of text and asks for the decisions in order: factors, fold, range, codes
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from tilepress.compress.quantize.smoothing import (
 from tilepress.formats import TilepressError, int8
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.models.families import norm_offset
+from tilepress.ranks import Ranks
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
@@ -48,6 +50,7 @@ class Settings:
     dtype: torch.dtype | None  # the recipe's
     keep: float = 0.0  # of the linear weights the share, at most, that stays in 16 bits
     device: str = "cpu"  # cpu | cuda
+    all_experts: bool = False  # whether experts of a mixture see every token of the text
 
     @property
     def sampled_rows(self) -> int:
@@ -91,10 +94,10 @@ class Input:
         )
         self.noise_per_token: float | None = None  # the same with a scale per token in place of the static range
         self.errors_per_token: list[float] | None = None
+        self.routed: int | None = None  # tokens that the router gives this expert, where it saw all of them
         self._seen: list[Tensor] = []  # rows of the window that runs
-        self._waiting: list[
-            tuple[Tensor, Tensor | None]
-        ] = []  # rows of windows that were not looked at yet, and their tokens' energy
+        # Rows of windows that were not looked at yet, their tokens' energy, and their place in the text where ranks share it.
+        self._waiting: list[tuple[Tensor, Tensor | None, int | None]] = []
         self._scale: Tensor | None = None  # a usual token's energy
 
     def start(self) -> None:
@@ -106,14 +109,15 @@ class Input:
         """Take x [..., channels] of a window that runs."""
         self._seen.append(x.detach().reshape(-1, x.shape[-1]).clone())  # the layer may go on in place
 
-    def end_window(self, energy: Tensor, counting: bool, together: int = 1) -> None:
+    def end_window(self, energy: Tensor, counting: bool, together: float = 1, place: int | None = None) -> None:
         """Take the window's `energy` [tokens], each token's squared norm in the residual stream; look at the windows that wait once they
-        have `together` elements. `counting` fills the histogram."""
+        have `together` elements. `counting` fills the histogram. `place` is that of the window's first token in a text that ranks share."""
         seen, self._seen = [rows for rows in self._seen if len(rows)], []
         whole = len(seen) == 1 and len(seen[0]) == len(energy) and ".experts." not in self.group.linears[0]
         whole = whole and not self.group.normed
-        self._waiting += [(rows, energy if whole else None) for rows in seen]
-        if sum(rows.numel() for rows, _ in self._waiting) >= together:
+        places = [None if place is None else place + i for i in range(len(seen))]
+        self._waiting += [(rows, energy if whole else None, at) for rows, at in zip(seen, places, strict=True)]
+        if sum(rows.numel() for rows, *_ in self._waiting) >= together:
             self.look(counting)
 
     def look(self, counting: bool) -> None:
@@ -121,18 +125,51 @@ class Input:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        parts, name = [rows for rows, _ in waiting], self.group.linears[0]
+        parts, name = [rows for rows, *_ in waiting], self.group.linears[0]
         rows, weights = parts[0] if len(parts) == 1 else torch.cat(parts), None
         if self.settings.weighs_tokens:
-            if self.typical is None:
-                self.typical = parts[0].float().square().sum(-1).median().clamp(min=1e-30)
-            weights = torch.cat([self._weights(*window) for window in waiting])
-        self.stats.add(rows, name, counting, [len(part) for part in parts], weights)
+            self._settle_typical(parts[0])
+            weights = torch.cat([self._weights(rows, energy) for rows, energy, _ in waiting])
+        places = [place for *_, place in waiting]
+        self.stats.add(rows, name, counting, [len(part) for part in parts], weights, None if None in places else places)
         if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
             self.moments = Moments(rows.shape[1]) if self.moments is None else self.moments
             # Moments know no other scale than their mean, so the largest weights may be about 1.
             root = (weights * self._scale).sqrt()[:, None]
             self.moments.add((rows * root).to(rows.dtype), name)
+
+    def _settle_typical(self, rows: Tensor) -> None:
+        if self.typical is None:
+            self.typical = rows.float().square().sum(-1).median().clamp(min=1e-30)
+
+    def usual(self) -> list[float]:
+        """Return a usual token's squared norm and energy by the first window that was seen; not a number where there was none."""
+        if self._waiting:
+            rows, energy, _ = self._waiting[0]
+            self._settle_typical(rows)
+            self._weights(rows, energy)
+        return [math.nan if found is None else float(found) for found in (self.typical, self._scale)]
+
+    def settle_usual(self, typical: float, scale: float, device: torch.device) -> None:
+        """Take what is usual from another rank; not a number leaves it open."""
+        if not math.isnan(typical):
+            self.typical = torch.tensor(typical, device=device)
+        if not math.isnan(scale):
+            self._scale = torch.tensor(scale, device=device)
+
+    def reduce(self, ranks: Ranks, owner: int, width: int, counting: bool) -> None:
+        """Make the statistics and moments those of all ranks' windows, on the rank `owner`; `width` is of the input."""
+        if ranks.size == 1:
+            return
+        usual = ranks.gather(torch.tensor([self.usual()], dtype=torch.float64, device=ranks.device))[:, 0]
+        typical, scale = (next((v for v in of.tolist() if not math.isnan(v)), math.nan) for of in usual.t())
+        if self.settings.rounding == "gptq" and (counting or not self.settings.observes_twice):
+            self.moments = self.moments or Moments(width)
+            if self.moments.tokens:
+                self.moments.scale(scale / float(self._scale))
+            self.moments.reduce(ranks, owner)
+        self.settle_usual(typical, scale, ranks.device)
+        self.stats.reduce(ranks, owner)
 
     def _weights(self, rows: Tensor, energy: Tensor | None) -> Tensor:
         """Return how much each token counts [n]: the reciprocal of its squared norm in the residual stream, which its error is added to.
@@ -328,6 +365,8 @@ class Input:
     def record(self, names: dict[str, str]) -> dict:
         """Return what the manifest keeps."""
         found: dict = {"weights": [names[path] for path in self.group.linears], "tokens": self.stats.tokens}
+        if self.routed is not None:
+            found["routed"] = self.routed
         if self.stats.tokens:
             found |= {"low": float(self.stats.low.min()), "high": float(self.stats.high.max())}
         if self.range is not None:

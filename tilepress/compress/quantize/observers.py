@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilepress.formats import TilepressError, UsageError, check_kinds
 from tilepress.formats.int8 import QMAX, QMIN
+from tilepress.ranks import Ranks
 
 OBSERVERS = ("minmax", "percentile", "mse")
 PERCENTILES = (99.9, 99.9999)  # the least and the greatest that --percentile takes
@@ -74,9 +75,11 @@ class InputStats:
         counting: bool = True,
         lengths: Sequence[int] | None = None,
         beside: Tensor | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         """x [..., channels], which may be several tensors of `lengths` rows, seen as if they came one by one; what stands `beside` each row,
-        [rows], is sampled with it.
+        [rows], is sampled with it. `places` are those of each tensor's first row in the whole text, by which rows are drawn: that of a row
+        among all that were seen unless ranks share the text.
 
         Raises TilepressError naming the layer if a value is not finite."""
         x = x.detach().reshape(-1, x.shape[-1])
@@ -95,15 +98,18 @@ class InputStats:
             codes = (x.reshape(-1).view(torch.int32) >> _SHIFT) & (_BINS - 1)
             self.histogram = self.histogram.to(x.device)
             self.histogram += torch.bincount(codes, minlength=_BINS)
-        self._sample(x, lengths or [len(x)], x.new_zeros(len(x)) if beside is None else beside)
+        lengths = lengths or [len(x)]
+        if places is None:
+            places = [self.tokens + before for before in itertools.accumulate(lengths[:-1], initial=0)]
+        self._sample(x, lengths, places, x.new_zeros(len(x)) if beside is None else beside)
         self.tokens += len(x)
 
-    def _sample(self, x: Tensor, lengths: Sequence[int], beside: Tensor) -> None:
+    def _sample(self, x: Tensor, lengths: Sequence[int], places: Sequence[int], beside: Tensor) -> None:
         """A uniform sample of all rows, the same for the same order of tensors: the rows with the smallest of random keys stay."""
         keys = torch.cat(
             [
-                torch.rand(length, generator=torch.Generator().manual_seed(self.seed + self.tokens + before))
-                for length, before in zip(lengths, itertools.accumulate(lengths, initial=0), strict=False)
+                torch.rand(length, generator=torch.Generator().manual_seed(self.seed + place))
+                for length, place in zip(lengths, places, strict=True)
             ]
         )
         chosen = (keys < self._bound).nonzero().squeeze(1)  # others would not stay
@@ -123,6 +129,35 @@ class InputStats:
         self._rows, self._beside, self._keys = [rows[where]], [beside[where]], [keys[chosen]]
         if len(chosen) == self.max_rows:
             self._bound = float(keys[chosen].max())
+
+    def reduce(self, ranks: Ranks, owner: int) -> None:
+        """Make these the statistics of what all ranks saw, on the rank `owner`; the others keep the number of tokens, and no rows."""
+        if ranks.size == 1:
+            return
+        seen = [int(count) for count in ranks.gather(torch.tensor([self.tokens], device=ranks.device))]
+        self.tokens = sum(seen)
+        if not self.tokens:
+            return
+        own = bool(self._rows)
+        if own:
+            self._trim()
+        channels = int(ranks.largest(torch.tensor(len(self.low) if own else 0, device=ranks.device)))
+        blank = torch.full((channels,), -math.inf, device=ranks.device)
+        self.high = ranks.largest(self.high.clone() if own else blank.clone())
+        self.low = -ranks.largest(-self.low if own else blank)
+        self.histogram = ranks.sum_for(self.histogram.to(ranks.device), owner)
+        # Every rank knows which rows stay; each puts its own into a sample of zeros, and these are added up.
+        every = ranks.tell(self._keys[0] if own else torch.empty(0))
+        before, keys = sum(map(len, every[: ranks.rank])), torch.cat(every)
+        chosen = keys.argsort()[: self.max_rows].sort().values
+        sample = torch.zeros(len(chosen), channels + 1, device=ranks.device)
+        here = ((chosen >= before) & (chosen < before + len(every[ranks.rank]))).nonzero().squeeze(1)
+        if len(here):
+            where = (chosen[here] - before).to(ranks.device)
+            sample[here.to(ranks.device)] = torch.cat([self._rows[0], self._beside[0][:, None]], 1)[where]
+        sample, chosen = ranks.sum_for(sample, owner), chosen if ranks.rank == owner else chosen[:0]
+        sample = sample[: len(chosen)]
+        self._rows, self._beside, self._keys = [sample[:, :-1].contiguous()], [sample[:, -1].clone()], [keys[chosen]]
 
     def divide(self, columns: Tensor) -> None:
         """Take it that every input had been divided by columns [channels], all positive; the histogram is of inputs as they were."""

@@ -5,10 +5,15 @@ reach, the factors of each group and their fold, then a pass for the ranges. Lea
 divided by them. The outputs of the unfolded layer are the next layer's inputs. The float model runs: its activations do not depend on how
 earlier layers were quantized. Memory is the embeddings, one layer, its statistics, for GPTQ the second moments of all its inputs, and the
 hidden states of all windows (twice where a second pass is made), on the device in the model's dtype.
+
+Ranks observe their own windows. The statistics of an input are put together on the rank that owns it, which decides and computes all that
+is asked of that input; inputs of a layer do not depend on each other but for the factors that fold into another's rows.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +24,11 @@ from tilepress.compress.layers.walk import CALIBRATION, HIDDEN, Found, Layer, Vi
 from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.formats import int8
+from tilepress.formats.checkpoint import linear_shape
+from tilepress.models.experts import count_of, counting_tokens
+from tilepress.ranks import ALONE, Ranks, dealt
+
+T = TypeVar("T")
 
 _PROBED = 2048  # tokens, about, that a layer runs again for each of its inputs to see what quantizing costs
 _SENSED, _SENSED_NOISE = (
@@ -70,14 +80,14 @@ class Calibration(Found):
         return {key: value for key, value in found.items() if value is not None}
 
 
-def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress) -> Calibration:
+def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> Calibration:
     """Run the model over the text; the result is kept in the work folder.
 
     Raises UsageError for a text without tokens or an architecture that cannot be run layer by layer, TilepressError naming the
     layer for activations that are not finite and layers that saw no token.
     """
     visitor = _Ranges(settings, settings.dtype or plan.targets[0].dtype)
-    Walk.over_text(plan, CALIBRATION, visitor, device, progress).run()
+    Walk.over_text(plan, CALIBRATION, visitor, device, progress, ranks).run()
     return Calibration(plan.work)
 
 
@@ -85,7 +95,7 @@ class _Ranges(Visitor):
     """Calibrates layer by layer; the float model runs on."""
 
     def __init__(self, settings: Settings, dtype: torch.dtype):
-        self.settings, self.dtype = settings, dtype
+        self.settings, self.dtype, self.all_experts = settings, dtype, settings.all_experts
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         check_inside(model)
@@ -93,7 +103,8 @@ class _Ranges(Visitor):
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         facts, tensors = _calibrate_layer(layer, self.settings, self.dtype)
-        if self.settings.weighs_tokens and not self.settings.scheme.static and layer.path == layer.model.layers[-1]:
+        last = layer.path == layer.model.layers[-1] and not layer.ranks.rank
+        if self.settings.weighs_tokens and not self.settings.scheme.static and last:
             facts["sensitivity"] = _sensitivity(layer)
         return facts, tensors
 
@@ -148,40 +159,96 @@ def _calibrate_layer(layer: Layer, settings: Settings, dtype: torch.dtype) -> tu
     with layer.model.loaded(layer.path) as module:
         modules = dict(module.named_modules(prefix=layer.path))
         inputs = [Input(group, settings, dtype, i) for i, group in enumerate(layer.groups(module, fold=smooth))]
+        owned = _Owned(layer.ranks, inputs, modules)
         # What comes after is computed from the unfolded layer: a resumed run, which has no factors at hand, then computes the same.
         outputs = list(layer.hidden) if settings.observes_twice else layer.hidden
-        probed = _probed(layer.hidden) if settings.weighs_tokens else []
-        for i, output in enumerate(_observe(layer, modules, inputs, counting=not smooth)):
-            outputs[i] = output
-        for item in inputs:
+        probed = _probed(layer) if settings.weighs_tokens else []
+        with counting_tokens(modules, layer.model.device) as routed:
+            for i, output in enumerate(_observe(layer, modules, owned, counting=not smooth)):
+                outputs[i] = output
+        if settings.all_experts:
+            routed = {path: layer.ranks.sum(counts) for path, counts in routed.items()}
+            for item in inputs:
+                item.routed = count_of(item.group.linears[0], routed)
+        for item in owned.mine:
             if smooth:
                 item.choose_factors(modules)
+        owned.exchange("factors", "alpha", "left_alone")
         divisors = {item.group.producer: item.factors for item in inputs if item.factors is not None}
-        for item in inputs:
+        for item in owned.mine:
             item.fold(modules, divisors)
         if settings.observes_twice:
             for item in inputs:
                 if item.factors is not None:
                     apply(item.group, modules, item.factors)
-            for _ in _observe(layer, modules, inputs, counting=True):
+            for _ in _observe(layer, modules, owned, counting=True):
                 pass
             layer.hidden[:] = outputs
-        for item in inputs:
+        for item in owned.mine:
+            if item.stats.tokens:
+                item.choose_range(inputs)
+        owned.exchange("range", "scale", "zero_point")
+        for item in owned.mine:
             item.choose_range(inputs)
             item.round_weights()
             item.measure(modules)
-        _measure_noise(layer, modules, inputs, probed)
-    warnings = [warning for item in inputs for warning in item.warnings(names)]
-    tensors = {name: tensor for item in inputs for name, tensor in item.tensors(layer.model, names).items()}
-    return {"inputs": [item.record(names) for item in inputs], "warnings": warnings}, tensors
+        _measure_noise(layer, modules, owned.mine, probed)
+    told = owned.tell(lambda item: (item.record(names), item.warnings(names)))
+    warnings = [warning for _, of_item in told for warning in of_item]
+    tensors = {name: tensor for item in owned.mine for name, tensor in item.tensors(layer.model, names).items()}
+    return {"inputs": [record for record, _ in told], "warnings": warnings}, tensors
 
 
-def _probed(windows: list[Tensor]) -> list[Tensor]:
-    """Return the first windows, of as many tokens as a look at what quantizing costs takes."""
+class _Owned:
+    """The inputs of a layer, each owned by one rank: the dearest weights first, each to the rank that has least to do."""
+
+    def __init__(self, ranks: Ranks, inputs: list[Input], modules: dict[str, nn.Module]):
+        self.ranks, self.inputs = ranks, inputs
+        shapes = [[linear_shape(modules[path]) for path in item.group.linears] for item in inputs]
+        self.widths = [linears[0][1] for linears in shapes]
+        self.owners = dealt([sum(rows * cols**2 for rows, cols, _ in linears) for linears in shapes], ranks.size)
+        self.mine = [item for item, rank in zip(inputs, self.owners, strict=True) if rank == ranks.rank]
+
+    def tell(self, tells: Callable[[Input], T]) -> list[T]:
+        """Return what each input's owner tells of it, in the order of the inputs."""
+        every = self.ranks.tell([tells(item) for item in self.mine])
+        found = [iter(of_rank) for of_rank in every]
+        return [next(found[rank]) for rank in self.owners]
+
+    def exchange(self, *names: str) -> None:
+        """Give every rank what the owners have decided on."""
+        if self.ranks.size == 1:
+            return
+        told = self.tell(lambda item: {name: _moved(getattr(item, name), "cpu") for name in names})
+        for item, rank, values in zip(self.inputs, self.owners, told, strict=True):
+            for name in names if rank != self.ranks.rank else ():
+                setattr(item, name, _moved(values[name], self.ranks.device))
+
+    def agree_on_usual(self) -> None:
+        """Take what is usual of each input from the first rank whose first window has shown it."""
+        usual = torch.tensor([item.usual() for item in self.inputs], dtype=torch.float64, device=self.ranks.device)
+        for item, every in zip(self.inputs, self.ranks.gather(usual).transpose(0, 1).tolist(), strict=True):
+            item.settle_usual(*next((each for each in every if not math.isnan(each[0])), every[0]), self.ranks.device)
+
+    def reduce(self, counting: bool) -> None:
+        """Put the statistics of all ranks together, each input's on its owner."""
+        for item, rank, width in zip(self.inputs, self.owners, self.widths, strict=True):
+            item.reduce(self.ranks, rank, width, counting)
+
+
+def _moved(value, device: str | torch.device):
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _probed(layer: Layer) -> list[Tensor]:
+    """Return the first windows of the text, of as many tokens as a look at what quantizing costs takes."""
     found: list[Tensor] = []
-    for window in windows:
+    ranks, hidden = layer.ranks, layer.hidden
+    for number, length in enumerate(layer.lengths):
         if sum(h.shape[1] for h in found) < _PROBED:
-            found.append(window)
+            owner, i = number % ranks.size, number // ranks.size
+            window = hidden[i] if owner == ranks.rank else hidden[0].new_empty(1, length, hidden[0].shape[-1])
+            found.append(ranks.share(window.contiguous(), owner))
     return found
 
 
@@ -218,20 +285,25 @@ def _sensitivity(layer: Layer) -> list[float]:
     return [float((exact.exp() * (exact - other)).sum(-1).mean()) / _SENSED_NOISE]
 
 
-def _observe(layer: Layer, modules: dict[str, nn.Module], inputs: list["Input"], counting: bool) -> Iterator[Tensor]:
+def _observe(layer: Layer, modules: dict[str, nn.Module], owned: _Owned, counting: bool) -> Iterator[Tensor]:
     """Yield the layer's outputs for all windows; each input sees what reaches it."""
+    inputs, shared = owned.inputs, layer.ranks.size > 1
     seeing = {item.group.linears[0]: item for item in inputs}
     for item in inputs:
         item.start()
     together = _TOGETHER.get(layer.model.device.type, 1) // max(len(inputs), 1)
     with watch_inputs(modules, list(seeing), lambda path, x: seeing[path].see(x)):
-        for h, output in zip(layer.hidden, layer.outputs(), strict=True):
+        for i, (h, output) in enumerate(zip(layer.hidden, layer.outputs(), strict=True)):
             energy = _energy(h, output).to(layer.model.device)
+            place = sum(layer.lengths[: layer.number_of(i)]) if shared else None
             for item in inputs:
-                item.end_window(energy, counting, together)
+                item.end_window(energy, counting, together if i or not shared else math.inf, place)
+            if not i and shared and inputs and inputs[0].settings.weighs_tokens:
+                owned.agree_on_usual()
             yield output
     for item in inputs:
         item.look(counting)
+    owned.reduce(counting)
 
 
 def _energy(before: Tensor, after: Tensor) -> Tensor:

@@ -19,7 +19,14 @@ from tilepress.compress.quantize.observers import HISTOGRAM_BYTES, Observer
 from tilepress.compress.quantize.ranges import Calibration, calibrate
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
-from tilepress.compress.run.targets import LeftAlone, Target, check_patterns, check_value_dtypes
+from tilepress.compress.run.targets import (
+    EXPERTS_SEE,
+    LeftAlone,
+    Target,
+    check_experts,
+    check_patterns,
+    check_value_dtypes,
+)
 from tilepress.formats import UsageError, check_kinds, dtype_name
 from tilepress.formats.checkpoint import FORMAT_VERSION, Checkpoint
 from tilepress.formats.int8 import ACTIVATIONS, PACKED_FORMAT, STATIC, WEIGHTS, Int8Layout, Int8Scheme
@@ -27,6 +34,7 @@ from tilepress.formats.int8_packed import PackedLayout
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ONE_PRODUCT, folded_norm
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import RANDOM, Text
 
 # What --activations takes: the schemes of the format, and `channel`, which becomes `tensor` by folding.
@@ -54,15 +62,21 @@ class Quantize(Recipe):
     )
 
     keep: float | None = None  # of the linear weights the share, at most, that stays in 16 bits; None: as `smooth`
+    experts: str = "routed"  # routed | all: which tokens of the text the experts of a mixture are calibrated on
 
     command = "compress quantize"
+    together = True
     takes_random = True
 
     def __post_init__(self):
         if self.smooth is not None:
             object.__setattr__(self, "smooth", str(self.smooth))
         check_kinds(self)
-        for value, choices, flag in ((self.weights, WEIGHTS, "weights"), (self.activations, CHOICES, "activations")):
+        for value, choices, flag in (
+            (self.weights, WEIGHTS, "weights"),
+            (self.activations, CHOICES, "activations"),
+            (self.experts, EXPERTS_SEE, "experts"),
+        ):
             if value not in choices:
                 raise UsageError(f"--{flag} {value} is unknown", f"choose one of {', '.join(choices)}")
         if self.smooth not in (None, "off", "learn", "auto") and not _is_alpha(self.smooth):
@@ -167,6 +181,7 @@ class Quantize(Recipe):
             **({"rounding": rounding} if rounding != "nearest" else {}),
             **({"dynamic": dynamic} if dynamic else {}),
             **({"keep": keep} if keep else {}),
+            **({"experts": self.experts} if self.experts != "routed" else {}),
             "ignore": list(self.ignore),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         } | ({} if text is None else text.described())
@@ -177,6 +192,9 @@ class Quantize(Recipe):
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         checkpoint = inputs.checkpoint
+        check_experts(self.experts, targets)
+        if self.experts == "all" and inputs.text is None:
+            raise UsageError("--experts all, but no text is read", "add --dataset, or leave it out")
         self._check_dtype(checkpoint, targets)
         sparse_ones = [target for target in targets if self.layout(target).sparse]
         check_value_dtypes({target.name: self.dtype or target.dtype for target in sparse_ones})
@@ -216,17 +234,26 @@ class Quantize(Recipe):
                 f"convert on the way: --dtype {declared}",
             )
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         if plan.text is None:
             return {"calibration": None}
-        if rank and not wait_for_walk(plan.work, progress):
+        if rank and ranks.size == 1 and not wait_for_walk(plan.work, progress):
             return None
         smooth, rounding, dynamic, keep = self.chosen(plan.text)
         smooth = "channel" if self.activations == "channel" else smooth
+        shown_all = self.experts == "all"
         settings = Settings(
-            self.scheme, self._observer, smooth, rounding, dynamic, self.dtype, keep, torch.device(device).type
+            self.scheme,
+            self._observer,
+            smooth,
+            rounding,
+            dynamic,
+            self.dtype,
+            keep,
+            torch.device(device).type,
+            shown_all,
         )
-        return {"calibration": calibrate(plan, settings, device, progress)}
+        return {"calibration": calibrate(plan, settings, device, progress, ranks)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         found: Calibration | None = state["calibration"]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilepress.compress.layers.walk import metadata_of, write_tensors
 from tilepress.formats import TilepressError
+from tilepress.ranks import ALONE, Ranks
 
 _ROWS = 2048  # of logits in float32 at a time
 _LOOK_EVERY = 10  # steps between looks at the loss: each waits for the device
@@ -126,20 +127,21 @@ class MaskedAdamW:
 class SavedState:
     """A file with the state of training, replaced every so many seconds; one of another identity counts as none."""
 
-    def __init__(self, path: Path, identity: str, every_s: float):
-        self.path, self.identity, self.every_s = path, identity, every_s
+    def __init__(self, path: Path, identity: str, every_s: float, ranks: Ranks = ALONE):
+        """Ranks that train together are in one state, which the first of them writes."""
+        self.path, self.identity, self.every_s, self.ranks = path, identity, every_s, ranks
         self._written = time.monotonic()
 
     def restore(self, optimizer: MaskedAdamW) -> list[float]:
         """Bring the optimizer to where the file is, if there is one; return the losses until then."""
-        told = metadata_of(self.path)
+        told = self.ranks.first(lambda: metadata_of(self.path))
         if told.get("identity") != self.identity:
             return []
         optimizer.load(load_file(self.path), int(told["done"]))
         return [float.fromhex(loss) for loss in told["losses"].split()]
 
     def keep(self, optimizer: MaskedAdamW, losses: list[float]) -> None:
-        if time.monotonic() - self._written < self.every_s:
+        if self.ranks.rank or time.monotonic() - self._written < self.every_s:
             return
         told = {"identity": self.identity, "done": str(optimizer.done)}
         told["losses"] = " ".join(loss.hex() for loss in losses)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.layers.layerwise import LayerByLayer
-from tilepress.compress.layers.walk import Found, Walk, finished, identity_of, keep
+from tilepress.compress.layers.walk import Found, Walk, check_alike, finished, identity_of, keep
 from tilepress.compress.prune import expectation
 from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.recover.distillation import same_every_time
@@ -42,6 +42,7 @@ from tilepress.formats.artifact import sha256_file
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.formats.layout import Layout
 from tilepress.models.meta import check_fit
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids, window_start
 
 RECOVERY = "recovery"  # the name of what is found, in the work folder
@@ -65,6 +66,7 @@ class Recover(Settings, Recipe):
 
     command = "compress recover"
     alone = True
+    together = True
     needs_text = True
 
     def __post_init__(self):
@@ -151,12 +153,12 @@ class Recover(Settings, Recipe):
     def _way(self) -> str:
         return "blocks" if self.blocks else "model"
 
-    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         ids, stream = _text(plan, self)  # first, so that too little of it is told before the work
-        inner = self.prune.prepare(plan, rank, device, progress) if self.prune else {}
+        inner = self.prune.prepare(plan, rank, device, progress, ranks) if self.prune else {}
         if inner is None:
             return None
-        recover(plan, self, inner, ids, stream, device, progress)
+        recover(plan, self, inner, ids, stream, device, progress, ranks)
         return {"prune": inner, "recovered": Found(plan.work, RECOVERY)}
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
@@ -226,16 +228,32 @@ def _text(plan: Plan, recipe: Recover) -> tuple[list[int], Stream]:
 
 
 def recover(
-    plan: Plan, recipe: Recover, inner: dict, ids: list[int], stream: Stream, device: str, progress: Progress
+    plan: Plan,
+    recipe: Recover,
+    inner: dict,
+    ids: list[int],
+    stream: Stream,
+    device: str,
+    progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Trains, and leaves tensors and facts in the work folder; finds them there when it is resumed.
+    """Trains, and leaves tensors and facts in the work folder; finds them there when it is resumed. Ranks share the windows of every step.
 
-    Raises TilepressError for a loss that is not finite or a card without room, UsageError where the folder holds what was trained from something else.
+    Raises TilepressError for a loss that is not finite or a card without room, UsageError where the folder holds what was trained from something
+    else, and for ranks that would not do the same, or that have nothing to do.
     """
     text, source = plan.text, Checkpoint(plan.source)
+    if ranks.size > 1:
+        check_alike(plan, [ids], torch.device(device).type, ranks)
+        least = min(recipe.batch, stream.per_epoch, text.nsamples if recipe.blocks else recipe.batch)
+        if least < ranks.size:
+            raise UsageError(
+                f"a step has {recipe.batch} windows, of {stream.per_epoch} in all, for {ranks.size} ranks: each needs one",
+                "start fewer ranks, or give a larger --batch or more text",
+            )
     base = source if recipe.prune else Checkpoint(recipe.base, name=recipe.base_name)
     identity = identity_of(plan, [ids], device, torch.float32, base)
-    if finished(plan, RECOVERY, identity, text.dataset):  # and shards may have been written from it
+    if ranks.first(lambda: finished(plan, RECOVERY, identity, text.dataset) is not None):  # shards may be of it
         (plan.work / STATE).unlink(missing_ok=True)
         progress("recovered already", recipe.steps * sum(target.elements for target in plan.targets))
         return
@@ -262,6 +280,8 @@ def recover(
         "device": pair.student.device.type,
         "warnings": [],
     }
+    if ranks.size > 1:
+        facts["ranks"] = ranks.size
     if not recipe.prune:
         facts["base"] = [{"name": name, "sha256": sha256_file(base.path / name)} for name in base.shards]
     try:
@@ -270,18 +290,22 @@ def recover(
                 windows = [*stream.batch(0, min(text.nsamples, stream.per_epoch)), *stream.held_out]
                 ids = [window.tolist() for window in windows]
                 visitor = BlockTrainer(pair, plan.targets, stream.held, training, dtypes)
-                Walk(plan, RECOVERY, visitor, text.dataset, ids, device, progress, identity, facts).run()
+                Walk(plan, RECOVERY, visitor, text.dataset, ids, device, progress, identity, facts, ranks).run()
             else:
                 stream = stream.to(pair.student.device)
                 keeps = keeps_activations(source, plan.targets, training.micro_batch * text.seqlen)
-                facts |= train_model(pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress)
+                facts |= train_model(
+                    pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress, ranks
+                )
                 facts["warnings"] += [in_vain("the model")] if facts["kl_after"] >= facts["kl_before"] else []
-                keep(plan.work, RECOVERY, identity, facts, [TENSORS])
+                if not ranks.rank:
+                    keep(plan.work, RECOVERY, identity, facts, [TENSORS])
     except torch.OutOfMemoryError as error:
         raise TilepressError(
             f"the card has too little memory for recovery ({str(error).splitlines()[0][:100]})",
             "go on with --resume after freeing some, take a smaller --micro-batch, or train block by block: --blocks",
         ) from error
+    ranks.wait()
     (plan.work / STATE).unlink(missing_ok=True)  # six times the weights, which are packed next
 
 

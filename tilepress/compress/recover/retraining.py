@@ -32,6 +32,7 @@ from tilepress.compress.recover.settings import HELD_OUT
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
+from tilepress.ranks import ALONE, Ranks
 
 Start = Callable[[Target], Tensor]  # a target's pruned weight, the way round that the model stores it
 STATE = "training.safetensors"  # the state of the whole model's training, in the work folder
@@ -165,8 +166,11 @@ def train_model(
     folder: Path,
     identity: str,
     progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> dict:
-    """Train the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it."""
+    """Train the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it.
+
+    Ranks have both models each, and share the windows of a step."""
     layers = pair.student.layers
     progress("loading both models", 0)
     student, teacher = pair.student.load_all(), pair.teacher.load_all()
@@ -185,18 +189,18 @@ def train_model(
         return divergence(logits, expected), hidden
 
     def backward(step: int) -> Tensor:
-        ids, total = stream.batch(step, training.batch), 0.0
-        for part in ids.split(training.micro_batch):
+        ids, total = stream.batch(step, training.batch), torch.zeros((), device=pair.student.device)
+        for part in ids[ranks.rank :: ranks.size].split(training.micro_batch):
             kl, hidden = losses_of(part)
             loss = (kl + training.hidden_loss * hidden) * (len(part) / len(ids))
             loss.backward()
             total = total + loss.detach()
-        return total
+        return _of_all(total, parameters, ranks)
 
     @torch.no_grad()
     def held_out() -> float:
-        parts = stream.held_out.split(training.micro_batch)
-        return sum(float(losses_of(part)[0]) * len(part) for part in parts) / stream.held
+        parts = ranks.mine(stream.held_out.split(training.micro_batch))
+        return sum(ranks.tell(sum(float(losses_of(part)[0]) * len(part) for part in parts))) / stream.held
 
     def told(steps: int, loss: float) -> None:
         progress(f"step {optimizer.done} of {training.steps}, loss {loss:.4f}", steps * unit)
@@ -204,11 +208,12 @@ def train_model(
     unit = sum(target.elements for target in targets)
     before = held_out()
     optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
-    saved = SavedState(folder / STATE, identity, training.save_every_s)
+    saved = SavedState(folder / STATE, identity, training.save_every_s, ranks)
     losses = fit(optimizer, backward, saved, told)
     _round(parameters, dtypes)
     after = held_out()
-    write_tensors(folder / TENSORS, _stored(pair.same_memory(parameters), dtypes))
+    if not ranks.rank:
+        write_tensors(folder / TENSORS, _stored(pair.same_memory(parameters), dtypes))
     return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters)
 
 
@@ -239,7 +244,8 @@ class BlockTrainer(Visitor):
         with self._loaded(layer) as parameters:
             counts = _counts(parameters)
             errors = _train_block(self, layer, parameters)
-            return {"layers": [{"layer": layer.path} | errors], "counts": [counts]}, _stored(parameters, self.dtypes)
+            tensors = {} if layer.ranks.rank else _stored(parameters, self.dtypes)  # all ranks have the same
+            return {"layers": [{"layer": layer.path} | errors], "counts": [counts]}, tensors
 
     def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
         with self._loaded(layer) as parameters, torch.no_grad():
@@ -272,8 +278,10 @@ class BlockTrainer(Visitor):
 
 def _train_block(trainer: BlockTrainer, layer: Layer, parameters: dict[str, nn.Parameter]) -> dict[str, float]:
     """Train a loaded layer to make the dense stream's states of its inputs; return its errors on what is held out."""
-    training, pair, wanted = trainer.training, trainer.pair, layer.streams[_DENSE]
-    count = len(layer.hidden) - trainer.held
+    training, pair, wanted, ranks = trainer.training, trainer.pair, layer.streams[_DENSE], layer.ranks
+    count = len(
+        ranks.mine(layer.lengths[: len(layer.lengths) - trainer.held])
+    )  # of this rank's windows; others are held out
     order = _orders(count, (training.seed << 24) + (layer.number << 12))
     optimizer = MaskedAdamW(parameters, training.peak_lr, training.steps)
 
@@ -283,24 +291,36 @@ def _train_block(trainer: BlockTrainer, layer: Layer, parameters: dict[str, nn.P
         return relative_error(out, wanted[number].to(out.device))
 
     def held_out() -> float:
-        return sum(float(loss_of(number, False)) for number in range(count, len(layer.hidden))) / trainer.held
+        total = sum(float(loss_of(number, False)) for number in range(count, len(layer.hidden)))
+        return sum(ranks.tell(total)) / trainer.held
 
     def backward(step: int) -> Tensor:
-        total = 0.0
+        total = torch.zeros((), device=pair.student.device)
         for at in range(step * training.batch, (step + 1) * training.batch):
-            loss = loss_of(order(at), True) / training.batch
-            loss.backward()
-            total = total + loss.detach()
-        return total
+            if at % ranks.size == ranks.rank:
+                loss = loss_of(order(at // ranks.size), True) / training.batch
+                loss.backward()
+                total = total + loss.detach()
+        return _of_all(total, parameters, ranks)
 
     def told(steps: int, loss: float) -> None:
         what = f"{layer.path}: step {optimizer.done} of {training.steps}, error {loss:.4f}"
         layer.progress(what, steps * layer.elements)
 
     before = held_out()
-    fit(optimizer, backward, SavedState(layer.scratch, layer.scratch.name, training.save_every_s), told)
+    fit(optimizer, backward, SavedState(layer.scratch, layer.scratch.name, training.save_every_s, ranks), told)
     _round(parameters, trainer.dtypes)
     return {"error_before": before, "error_after": held_out()}
+
+
+def _of_all(loss: Tensor, parameters: dict[str, nn.Parameter], ranks: Ranks) -> Tensor:
+    """Add up a step's gradients over the ranks, in place; return the loss of all."""
+    if ranks.size > 1:
+        for parameter in parameters.values():
+            if parameter.grad is None:  # an expert that got none of this rank's tokens
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.sum_each([parameter.grad for parameter in parameters.values()])
+    return ranks.sum(loss)
 
 
 def _orders(count: int, seed: int) -> Callable[[int], int]:

@@ -21,13 +21,14 @@ from tilepress.compress.run.output import check_place, open_output
 from tilepress.compress.run.plan import Inputs, Plan, Recipe, make_plan
 from tilepress.compress.run.remote import Output, Scratch, bring_model, check_remote, remote_of
 from tilepress.compress.run.shards import run_parallel, run_shards
-from tilepress.compress.run.shared import check_shared
+from tilepress.compress.run.shared import check_seen, check_shared
 from tilepress.compress.run.stages import add
 from tilepress.device import find_device
 from tilepress.formats import UsageError
 from tilepress.formats.artifact import WORK_FOLDER, sha256_file
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, open_model, read_manifest
 from tilepress.formats.kv_calibration import FOLDER as KV_FOLDER
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import RANDOM, Text, check_source, load_tokenizer
 
 Report = Callable[[str, int, int], None]  # (what is at hand, units of work done, units in all)
@@ -99,9 +100,13 @@ class Run:
         world_size: int = 1,
         ray: str | None = None,
         progress: Report | None = None,
+        ranks: Ranks | None = None,
     ) -> Outcome | None:
         """Carry the run out, as `compress` describes it."""
         plan, recipe, device = self.plan, self.plan.recipe, find_device(device)
+        ranks = ranks or ALONE
+        if ranks.size > 1:
+            rank, world_size, device = ranks.rank, ranks.size, str(ranks.device)
         counts = workers, rank, world_size
         if not all(isinstance(count, int) for count in counts) or workers < 1 or not 0 <= rank < world_size:
             raise UsageError(
@@ -110,26 +115,30 @@ class Run:
             )
         if progress is not None and not callable(progress):
             raise UsageError(f"progress={progress!r} cannot be called", "give a function of what, done and total")
-        if recipe.alone and world_size > 1:
-            raise UsageError(f"`{recipe.command}` with these settings runs in one process", "start it once")
+        apart = world_size > ranks.size  # ranks that meet in the output's folder alone
+        if (recipe.alone and apart) or (ranks.size > 1 and not recipe.together):
+            way = "start it once, or with torchrun" if recipe.together else "start it once"
+            raise UsageError(f"`{recipe.command}` with these settings runs in one process", way)
         if ray is not None and world_size > 1:
             raise UsageError("a Ray cluster is given, and ranks too", "let Ray share the run, or the ranks")
         if plan.text is not None and rank == 0:
             _ = plan.text.source  # raises before anything is written
-        started, stages, joining = time.monotonic(), {}, world_size > 1
+        started, stages = time.monotonic(), {}
         store = Output(plan) if plan.remote is not None and plan.remote.output is not None else None
         on_ray = contextlib.nullcontext() if ray is None else cluster.connected(ray, workers)
-        with on_ray, Lock(plan.output, plan.work, joining) as lock:
+        # Of ranks that speak to each other the first holds the lock for all.
+        with on_ray, Lock(plan.output, plan.work, apart) as lock:
             if store is not None:
                 store.look()
-            opened = open_output(plan, resume, overwrite, joining, lock)
+            opened = ranks.first(lambda: open_output(plan, resume, overwrite, apart, lock))
             if opened:
                 if store is not None:
                     store.begin()
                 step = _counted(progress, recipe.work_units(plan, rank, world_size))
-                if joining and store is None:
+                if apart and store is None:
                     check_shared(plan, rank)
-                share = rank, world_size, device, step
+                check_seen(plan, ranks)
+                share = rank, world_size, device, step, ranks
                 busy = min(workers, len(plan.shards))  # each has a shard at a time
                 if ray is not None:
                     stages = cluster.run_on_cluster(plan, workers, device, step)
@@ -137,7 +146,8 @@ class Run:
                     stages = run_parallel(plan, busy, *share) if busy > 1 else run_shards(plan, *share)
                 if store is not None:
                     store.look()  # others may have sent shards, too
-                if finish(plan) is None:
+                ranks.wait()
+                if not ranks.first(lambda: finish(plan) is not None):
                     return None
                 if store is not None:
                     store.end()
@@ -169,6 +179,7 @@ def compress(
     trust_remote_code: bool = False,
     revision: str | None = None,
     progress: Report | None = None,
+    ranks: Ranks | None = None,
 ) -> Outcome | None:
     """Compress a language model into an artifact: `tilepress.compress("meta-llama/Llama-3.1-8B", "pruned", tilepress.Prune(0.5))`.
 
@@ -183,6 +194,7 @@ def compress(
     ray         address of a Ray cluster whose machines write the shards, `workers` at a time where that is more than one: HOST:PORT, "auto",
                 or "local" for one on this machine
     progress    called with what is at hand, the units of work that are done, and those in all
+    ranks       of a calibrated recipe, under torchrun: `tilepress.ranks.Ranks.start()`, whose processes share text and work, in place of `rank`
 
     Of several recipes the steps before the last are written beside the output, in `OUTPUT.steps`, and removed at the end; `resume` goes on with
     the step that was stopped. The artifact is the one that a call for each recipe would make; every step knows the model by its first name.
@@ -202,8 +214,8 @@ def compress(
     if len(recipes) == 1:
         (dataset,) = datasets
         run = plan(model, output, recipes[0], dataset=dataset, trust_remote_code=trust_remote_code, revision=revision)
-        return run.start(device, resume=resume, overwrite=overwrite, progress=progress, **how)
-    if world_size != 1:
+        return run.start(device, resume=resume, overwrite=overwrite, progress=progress, ranks=ranks, **how)
+    if world_size != 1 or ranks is not None:
         raise UsageError("ranks cannot share a stack of recipes", "give them one recipe after the other")
     how |= {"device": device, "resume": resume, "overwrite": overwrite}
     if remote_of(model, output, revision) is not None:

@@ -19,6 +19,7 @@ from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NA
 from tilepress.formats.kv_calibration import CONFIG_KEY, FOLDER as KV_FOLDER
 from tilepress.formats.layout import Layout, layout_named
 from tilepress.models.meta import check_fit
+from tilepress.ranks import ALONE, Ranks
 from tilepress.text import Text
 
 OURS = "`tilepress.load(DIR)`, or from_pretrained after `import tilepress.hf`,"  # in a model card
@@ -65,7 +66,8 @@ class Recipe:
     ignore: tuple[str, ...] = ()  # patterns of layers that are left alone
     dtype: torch.dtype | None = None  # cast every floating tensor to it first
     links: bool = False  # the weights' files stay as they are: hard links where the disk has them, else copies
-    alone: bool = False  # it works in one process: ranks cannot share it
+    alone: bool = False  # ranks that do not speak to each other cannot share it
+    together: bool = False  # ranks that do calibrate together
     needs_text: bool = False
     takes_random: bool = False  # random tokens serve it, in place of text
 
@@ -128,10 +130,11 @@ class Recipe:
         """Return further facts for a plan that is only looked at."""
         return {}
 
-    def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress) -> dict | None:
+    def prepare(self, plan: "Plan", rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         """Look at the whole model once, where a recipe has to; what it finds out goes to `transform` and `copy`.
 
-        Its files are in `plan.work`, so a resumed run finds them and ranks share them. None if other ranks have completed the artifact.
+        Its files are in `plan.work`, so a resumed run finds them and ranks share them. `ranks` that speak to each other do it together;
+        of others the first does it, and they wait. None if other ranks have completed the artifact.
         """
         return {}
 

@@ -27,29 +27,41 @@ from tilepress.formats.artifact import ShardWriter, sha256_file, to_json, write_
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, Weight, read_header
 from tilepress.formats.layout import Add
 from tilepress.formats.stripes import converted, nonzeros as count_nonzeros
+from tilepress.ranks import ALONE, Ranks
 
 
 def run_shards(
-    plan: Plan, rank: int = 0, world_size: int = 1, device: str = "cpu", progress: Progress = lambda what, count: None
+    plan: Plan,
+    rank: int = 0,
+    world_size: int = 1,
+    device: str = "cpu",
+    progress: Progress = lambda what, count: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Writes this rank's shards that are not done yet; returns the seconds of each stage. Raises TilepressError; what is done stays for --resume."""
     stages = Stages(device)
     with stages.of("prepare"):
-        state = plan.recipe.prepare(plan, rank, device, progress)
+        state = plan.recipe.prepare(plan, rank, device, progress, ranks)
     for shard in plan.shards[rank::world_size] if state is not None else ():
         _ensure_shard(plan, shard, state, stages, progress)
     return stages.seconds
 
 
 def run_parallel(
-    plan: Plan, workers: int, rank: int, world_size: int, device: str, progress: Progress = lambda what, count: None
+    plan: Plan,
+    workers: int,
+    rank: int,
+    world_size: int,
+    device: str,
+    progress: Progress = lambda what, count: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Run shards as `run_shards` does, in so many local processes that each take a shard at a time; cards are dealt
     round-robin. Seconds are those of all of them.
     """
     stages = Stages(device)
     with stages.of("prepare"):
-        state = plan.recipe.prepare(plan, rank, device, progress)
+        state = plan.recipe.prepare(plan, rank, device, progress, ranks)
     if state is None:
         return stages.seconds
     cards = torch.cuda.device_count() if device == "cuda" else 0

@@ -7,12 +7,14 @@ own, and none would ever find the artifact complete.
 import os
 import socket
 import time
+import uuid
 from pathlib import Path
 
 from tilepress.compress.run.plan import Plan
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.artifact import to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME
+from tilepress.ranks import Ranks
 
 _JOBS = (  # what launchers that start all processes at once tell each of them, which is another for every start
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -53,3 +55,20 @@ def check_shared(plan: Plan, rank: int, patience_s: float = 60.0, every_s: float
                 HINT,
             )
         time.sleep(every_s)
+
+
+def check_seen(plan: Plan, ranks: Ranks, patience_s: float = 15.0, every_s: float = 0.1) -> None:
+    """Look on every rank of those that speak to each other for the first one's token. Raises UsageError on all where one does not see it."""
+    if ranks.size == 1:
+        return
+    path = plan.work / ranks.first(
+        lambda: leave_token(plan, uuid.uuid4().hex).name
+    )  # where this rank has its work folder
+    until = time.monotonic() + patience_s  # a network's disk may be late
+    while not (seen := path.exists()) and time.monotonic() < until:
+        time.sleep(every_s)
+    blind = [rank for rank, sees in enumerate(ranks.tell(seen)) if not sees]
+    if not ranks.rank:
+        path.unlink(missing_ok=True)
+    if blind:
+        raise UsageError(f"rank {blind[0]} does not see what rank 0 writes to {plan.output}", HINT)

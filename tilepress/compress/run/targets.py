@@ -70,6 +70,15 @@ def check_patterns(patterns: tuple[str, ...]) -> None:
             raise UsageError(f"--ignore {pattern}: {error}", "after re: stands a Python regular expression") from error
 
 
+EXPERTS_SEE = ("routed", "all")  # which tokens of a text the experts of a mixture are calibrated on
+
+
+def check_experts(experts: str, targets: "list[Target]") -> None:
+    """Raise UsageError where all tokens are wanted for experts that the targets do not have."""
+    if experts == "all" and not any(EXPERT_WEIGHT.match(target.name) for target in targets):
+        raise UsageError("--experts all, but the model has no experts that are stored one by one", "leave it out")
+
+
 def matching(path: str, patterns: tuple[str, ...]) -> list[str]:
     """The patterns that a module path matches as a whole, by its last parts, or as `re:REGEX`."""
     return [

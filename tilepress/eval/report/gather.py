@@ -15,7 +15,7 @@ from tilepress.eval.inspect import inspect
 from tilepress.formats import TilepressError, UsageError, foreign_errors
 from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.files import read_json, regular
-from tilepress.models.experts import EXPERT_WEIGHT
+from tilepress.models.experts import expert_tokens
 from tilepress.models.families import heads_of
 
 _KINDS = {  # a result of ours, by keys that no other has
@@ -218,15 +218,14 @@ def _head_errors(report: list[dict]) -> list[dict]:
 
 
 def _expert_tokens(calibration: dict) -> list[dict]:
-    """Return how many tokens of the calibration text each expert of a mixture saw."""
-    told = [(item["name"], item["tokens"]) for item in calibration.get("pruned", ())]
-    told += [(name, item["tokens"]) for item in calibration.get("inputs", ()) for name in item["weights"]]
-    seen: dict[tuple[int, int], int] = {}
-    for name, tokens in told:
-        if (expert := EXPERT_WEIGHT.match(name)) and (at := place(name)):
-            key = at[0], int(expert["number"])
-            seen[key] = max(tokens, seen.get(key, 0))
-    return [{"layer": at[0], "projection": f"expert {at[1]}", "value": tokens} for at, tokens in sorted(seen.items())]
+    """Return how many tokens of the calibration text the router of a mixture gave each expert."""
+    cells = []
+    for path, tokens in expert_tokens(calibration).items():
+        if found := _LAYER.search(f"{path}.weight"):
+            cells += [
+                {"layer": int(found[1]), "projection": f"expert {i}", "value": seen} for i, seen in enumerate(tokens)
+            ]
+    return sorted(cells, key=lambda cell: cell["layer"])
 
 
 def _sparsities(rows) -> list[dict]:

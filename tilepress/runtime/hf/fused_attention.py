@@ -38,7 +38,7 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 def _fits(attention: nn.Module) -> bool:
     kind, family = type(attention), family_of(attention, "attention")
-    if family is None or not family.fused_attention:
+    if family is None or not family.fused_attention or family.why_not(attention.config) is not None:
         return False
     replaced = "forward" in vars(attention)
     if "_old_forward" in vars(attention):  # where accelerate's hooks keep what they found

@@ -286,15 +286,8 @@ def install(model: torch.nn.Module, calibration: KVCalibration) -> None:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    found = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim)
-    declared = (len(calibration.layers), calibration.kv_heads, calibration.head_dim)
-    if found != declared:
-        raise TilepressError(
-            "the cache was calibrated for {} layers with {} KV heads of {}, the model has {} with {} of {}".format(
-                *declared, *found
-            ),
-            "calibrate again: `tilepress compress kv`",
-        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    calibration.check_model(config.num_hidden_layers, kv_heads, head_dim)
     hooks.register_attention(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
     model.kv_state = KVState(calibration)

@@ -11,81 +11,23 @@ Row-parallel INT8 layers quantize a part of each token on each rank. A scale tha
 integer sums, are those of one card. A part of zeros counts as float32's epsilon.
 """
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tilepress.formats import UsageError
+from tilepress.ranks import Ranks
 from tilepress.runtime.linear.int8 import Int8Linear
 
 TILE = 128  # features of a part are multiples of this, where there are enough: rows and columns of tiles, and of what kernels like
-_PATIENCE = timedelta(minutes=30)  # a rank may compile kernels while the others wait
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
-@dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Ranks):
     """This process's place among those that share a model, and what they do together. Every rank must call the same in the same order."""
 
-    rank: int
-    size: int
-    device: torch.device
-    group: dist.ProcessGroup
-
-    @classmethod
-    def start(cls, device: str | torch.device = "auto") -> "TensorParallel | None":
-        """The group that torchrun's variables describe, over NCCL on cards (of each host the rank's own) or gloo on a CPU; None outside of torchrun, or
-        for one process. Raises UsageError where there are fewer cards than ranks."""
-        size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        if size < 2 or "LOCAL_RANK" not in os.environ:
-            return None
-        cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        kind = torch.device(("cuda" if cards else "cpu") if device == "auto" else device).type
-        if kind == "cuda":
-            local = int(os.environ["LOCAL_RANK"])
-            if local >= cards:
-                raise UsageError(f"process {local} of torchrun has no card: torch sees {cards}", "start fewer")
-            here = torch.device("cuda", local)
-            torch.cuda.set_device(here)
-            dist.init_process_group("nccl", timeout=_PATIENCE, device_id=here)
-        else:
-            here = torch.device("cpu")
-            dist.init_process_group("gloo", timeout=_PATIENCE)
-        return cls(rank, size, here, dist.group.WORLD)
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """x, with the sum over the ranks in it."""
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def largest(self, x: Tensor) -> Tensor:
-        """x, with each element's largest value on any rank in it."""
-        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[...] of each rank -> [ranks, ...]."""
-        found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _gather(found, x.contiguous(), group=self.group)
-        return found.unflatten(0, (self.size, x.shape[0]))
-
-    def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers. Waits for the card."""
-        found = torch.tensor(-number, device=self.device)
-        return -int(self.largest(found))
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} ranks, {dist.get_backend(self.group)}"
+    patience = timedelta(minutes=30)  # a rank may compile kernels while the others wait
 
     def part(self, count: int) -> tuple[int, int]:
         """First and end of this rank's part of so many features, in whole tiles where every rank gets one."""

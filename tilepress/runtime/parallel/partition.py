@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.kv_calibration import KVCalibration, Side
+from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.layout import Span
 from tilepress.models.families import FAMILIES, family_of, heads_of, part
 from tilepress.runtime.linear.cut import Piece, Whole, cut
@@ -130,14 +130,9 @@ class Partition:
                 f"the cache was calibrated for {calibration.kv_heads} KV heads, the model has {heads.kv_count}",
                 "calibrate again: `tilepress compress kv`",
             )
-        own = slice(*heads.own_kv)
-
-        def side(whole: Side) -> Side:
-            channels = None if whole.channels is None else whole.channels[:, own].contiguous()
-            return Side(channels, None if whole.fixed is None else whole.fixed[own].contiguous(), whole.clip)
-
-        layers = tuple(layer._replace(key=side(layer.key), value=side(layer.value)) for layer in calibration.layers)
-        return replace(calibration, kv_heads=heads.own_kv[1] - heads.own_kv[0], layers=layers)
+        first, end = heads.own_kv
+        layers = tuple(layer.of_heads(first, end) for layer in calibration.layers)
+        return replace(calibration, kv_heads=end - first, layers=layers)
 
     def finish(self, model: nn.Module) -> None:
         """Finish a model when all layers are in their places: the output head, and what the model's own modules and

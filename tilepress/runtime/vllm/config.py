@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -11,13 +10,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from tilepress.formats import UsageError
 from tilepress.formats.checkpoint import FORMAT_VERSION
-from tilepress.formats.kv_calibration import CONFIG_KEY
 from tilepress.kernels.arch import OLDEST
 from tilepress.runtime.vllm.compat import check_version, installed, wait_before_successors
 from tilepress.runtime.vllm.linear import TilepressLinearMethod, refuse_packed
 
 METHOD = "tilepress"
-_log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its own name
 
 
 @register_quantization_config(METHOD)
@@ -57,11 +54,3 @@ class TilepressConfig(QuantizationConfig):
             hint = "compress again with --ignore '*.experts.*', or convert --to dense"
             return refuse_packed(UnquantizedFusedMoEMethod(layer.moe_config), why, hint)
         return None
-
-    def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
-        """Say what is left unused; vLLM calls this once, with the model's name and configuration."""
-        if getattr(hf_config, CONFIG_KEY, None) is not None:
-            _log.warning_once(
-                "%s has a calibrated attention cache, which this plug-in does not serve: vLLM's own is used.",
-                model_name,
-            )
