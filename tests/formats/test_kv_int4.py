@@ -152,20 +152,20 @@ UNLIKE = [
 ]
 
 
-def place(both: Forms, value: bool, token: int, byte: int) -> int:
-    """Where a byte of a row stands in its page, written from docs/format.md."""
-    unit, t = divmod(token, 32)
+def place(both: Forms, value: bool, token: int, byte: int, size: int = 32) -> int:
+    """Where a byte of a row stands in its page of units of `size` tokens, written from docs/format.md."""
+    unit, t = divmod(token, size)
     form = both.value if value else both.key
     key_codes, value_codes = (side.head_dim * side.bits // 8 for side in (both.key, both.value))
     codes = value_codes if value else key_codes
     scales = form.row_bytes - codes
-    start = unit * 32 * (both.key.row_bytes + both.value.row_bytes)
+    start = unit * size * (both.key.row_bytes + both.value.row_bytes)
     if byte < codes:
         if not value:
             chunk = next(c for c in (64, 32, 16) if codes % c == 0)
             part, inside = divmod(byte, chunk)
             return start + (t // 8) * 8 * codes + part * 8 * chunk + (t % 8) * chunk + inside
-        start += 32 * key_codes + (t // 8) * 8 * codes
+        start += size * key_codes + (t // 8) * 8 * codes
         pair, which = (t % 8) // 2, t % 2
         if form.bits == 4:
             halfword, low = divmod(byte, 2)
@@ -181,9 +181,9 @@ def place(both: Forms, value: bool, token: int, byte: int) -> int:
         quarter, word = divmod(inside, 4)
         return start + 2 * ((((quarter * (form.head_dim // 16) + g) * 4 + pair) * 4 + word) * 2 + which) + low
     group, inside = divmod(byte - codes, 4)
-    start += 32 * (key_codes + value_codes) + (32 * (both.key.row_bytes - key_codes) if value else 0)
+    start += size * (key_codes + value_codes) + (size * (both.key.row_bytes - key_codes) if value else 0)
     if not value or form.groups == 1:
-        return start + ((t % 8) * form.groups + group) * 16 + (t // 8) * 4 + inside
+        return start + ((t % 8) * form.groups + group) * (size // 2) + (t // 8) * 4 + inside
     shift, low = divmod(inside, 2)
     sixteen, rest = divmod(t, 16)
     x, rest = divmod(rest, 8)
@@ -191,14 +191,17 @@ def place(both: Forms, value: bool, token: int, byte: int) -> int:
     return start + sixteen * 16 * scales + ((((group * 4 + pair) * 2 + x) * 2 + shift) * 2 + which) * 2 + low
 
 
+@pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("form", [*FORMS, *UNLIKE], ids=str)
-def test_pages_are_as_documented(form):
-    order = page_order(form)
-    assert sorted(torch.cat([places.flatten() for places in order]).tolist()) == list(range(form.page_bytes))
+def test_pages_are_as_documented(form, size):
+    order = page_order(form, size)
+    assert sorted(torch.cat([places.flatten() for places in order]).tolist()) == list(
+        range(form.page_bytes * size // 64)
+    )
     for value in (False, True):
-        for token in (0, 1, 7, 8, 15, 19, 31, 32, 63):
+        for token in [token for token in (0, 1, 7, 8, 15, 19, 31, 32, 63) if token < size]:
             row = form.value if value else form.key
-            expected = [place(form, value, token, byte) for byte in range(row.row_bytes)]
+            expected = [place(form, value, token, byte, min(size, 32)) for byte in range(row.row_bytes)]
             assert order[int(value)][token].tolist() == expected, (value, token)
 
 

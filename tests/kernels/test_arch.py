@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cards import pretend
 
+from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import KVFormat, UnlikeForms
 from tilepress.kernels import (
     arch,
@@ -65,13 +66,36 @@ def test_who_serves_what(monkeypatch, capability):
     assert str(tiled_bitmap_spmm.path(CUDA, BF16, BF16)) == bitmap
     assert str(w8a8_gemm.path(CUDA, BF16, BF16, 64, 64)) == f"w8a8_{'gemm' if of_hopper else 'mma'} kernel on cuda"
     assert str(w8a16_gemm.path(CUDA, BF16, BF16, 64)) == f"w8a16_{'gemm' if of_hopper else 'mma'} kernel on cuda"
-    role = "kernel" if of_hopper else "reference"
-    why = "" if of_hopper else " (the kernel needs a Hopper card)"
     form = KVFormat(128, 4, 32)
-    assert str(decode_attention.path(CUDA, form)) == f"decode_attention {role} ({form.name}) on cuda{why}"
+    mma = f"decode_attention_mma kernel ({form.name}) on cuda"
+    best = f"decode_attention kernel ({form.name}) on cuda" if of_hopper else mma
+    assert str(decode_attention.path(CUDA, form)) == best
+    assert str(decode_attention.path(CUDA, form, extras=("a window",))) == mma
+    assert "decode_attention_mma kernel" in str(decode_attention.path(CUDA, KVFormat(256)))
+    assert str(decode_attention.path(CUDA, KVFormat(32))).endswith("(heads of 32, the kernel takes 64, 96, 128, 256)")
     both = UnlikeForms(form, KVFormat(128))
-    for op in (decode_attention, kv_read, rope_append, kv_cache):
+    assert "decode_attention_mma kernel" in str(decode_attention.path(CUDA, both))
+    for op in (kv_read, rope_append, kv_cache):
         assert str(op.path(CUDA, both)).endswith(f" reference ({both.name}) on cuda ({kv_cache.UNLIKE})")
+
+
+@pytest.mark.parametrize("name,capability,kib", [("sm80", (8, 0), 163), ("sm_86", (8, 6), 99), ("sm120", (12, 0), 99)])
+def test_a_card_may_be_taken_for_an_older_one(monkeypatch, name, capability, kib):
+    monkeypatch.setenv("TILEPRESS_ARCH", name)
+    assert arch.forced().capability == capability
+    taken = arch.as_older(arch.HOPPER, arch.forced())
+    assert not taken.has_wgmma and not taken.runs("sm90_any.cu") and taken.runs("sm80_any.cu")
+    assert (taken.block_shared_bytes, taken.target) == (kib * 1024, "sm_90a")
+    assert taken.multiprocessors == arch.HOPPER.multiprocessors
+
+
+def test_a_card_is_taken_for_none_that_there_is_not(monkeypatch):
+    monkeypatch.delenv("TILEPRESS_ARCH", raising=False)
+    assert arch.forced() is None
+    for name in ("sm70", "ampere", "sm"):
+        monkeypatch.setenv("TILEPRESS_ARCH", name)
+        with pytest.raises(UsageError, match=f"TILEPRESS_ARCH={name} names no card"):
+            arch.forced()
 
 
 def test_files_are_named_after_the_oldest_card_that_they_run_on():

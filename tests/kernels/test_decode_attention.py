@@ -296,7 +296,7 @@ def test_arguments_are_checked_on_a_card():
     with pytest.raises(ValueError, match="2 queries, 1 lengths"):
         case.run(case.query(1, torch.bfloat16).expand(2, 2, 64))
     assert not decode_attention.path(case.pages.device, case.form).is_reference
-    assert "heads of 96" in decode_attention.path(case.pages.device, KVFormat(96)).why
+    assert "heads of 32" in decode_attention.path(case.pages.device, KVFormat(32)).why
 
 
 @gpu

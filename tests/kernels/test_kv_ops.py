@@ -231,6 +231,30 @@ def test_what_is_read_back_is_the_same_on_a_card(form, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_shorter_pages_on_a_card(form, size):
+    """Appended to and read back bit for bit as on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 100, 3, form.head_dim, generator=generator)
+    slots, page_bytes = torch.randperm(9 * size, generator=generator)[:100], 2 * size * form.row_bytes
+    pages = torch.full((9, 3, page_bytes), 0xFF, dtype=torch.uint8)
+    key_side, value_side = sides(form, 3, "cpu", 1), sides(form, 3, "cpu", 2)
+    shape = form.bits, form.group_size, form.static
+    table, lengths = torch.arange(9, dtype=torch.int32)[None], torch.tensor([9 * size - 3], dtype=torch.int32)
+    found = []
+    for device in ("cpu", "cuda"):
+        there = pages.to(device)
+        sided = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (*key_side, *value_side)]
+        ops.kv_append(there, key.to(device), value.to(device), slots.to(device), *sided, *shape, False, 2)
+        both = (*sided[:2], *sided[3:5])
+        read = (table.to(device), lengths.to(device), 9 * size, *both, form.head_dim, *shape, False, torch.float32)
+        found.append((there.cpu(), *(x.cpu() for x in ops.kv_read(there, *read))))
+    for expected, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
 def test_lengths_and_tables_beyond_are_cut_on_a_card():
     """As decode_attention does: nobody looks at them on the host."""
     form = KVFormat(64)

@@ -367,7 +367,7 @@ def test_the_kernel_keeps_rows_in_registers(arch):
     ):
         for every in (False, True):
             steps = Steps(every, every, form.refits)
-            source = rope_append.source(form, dtype, steps, 32, 8, rotary, interleaved, wide, every, every, every)
+            source = rope_append.source(form, dtype, steps, 64, 32, 8, rotary, interleaved, wide, every, every, every)
             found = cost(jit.compile_cubin("rope_append", source, arch)[1])
             assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
 

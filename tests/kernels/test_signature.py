@@ -10,8 +10,10 @@ import torch
 from tilepress.formats import TilepressError
 from tilepress.formats.kv_int4 import KVFormat
 from tilepress.kernels import (
+    arch,
     argmax,
     decode_attention,
+    decode_attention_mma,
     fused_norm,
     fused_quant,
     jit,
@@ -44,8 +46,11 @@ def kernels() -> dict[str, jit.Kernel]:
     quantizing = fused_quant.configuration_for(4096, False)
     bitmap = tiled_bitmap_spmm.Configuration(16, 1, BF16, BF16, 1)
     steps = kv_cache.Steps(True, True, 2)
+    mma = decode_attention_mma.configuration_for(FORM, 64, BF16, 4, arch.HOPPER)
     found = {
         "argmax": argmax._kernel(BF16, True),
+        "attention_combine": decode_attention_mma.combine_kernel(mma),
+        "decode_attention_mma": decode_attention_mma.kernel(mma),
         "decode_attention": decode_attention._kernel(decode_attention.Configuration(FORM, BF16, 1)),
         "dequantize": w8a16_gemm._dequantize_kernel(BF16),
         "fused_quant": fused_quant._kernel(quantizing, fused_quant.RMS_NORM, 0, True, BF16),
@@ -53,7 +58,7 @@ def kernels() -> dict[str, jit.Kernel]:
         "kv_append": kv_cache._append_kernel(FORM, BF16, steps),
         "kv_read": kv_read._kernel(FORM, BF16),
         "read_bandwidth": read_bandwidth._kernel(),
-        "rope_append": rope_append._kernel(FORM, BF16, steps, 32, 8, 128, False, False, False, False, False),
+        "rope_append": rope_append._kernel(FORM, BF16, steps, 64, 32, 8, 128, False, False, False, False, False),
         "tiled_bitmap_decode": tiled_bitmap_decode.kernel(BF16, BF16, 1),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
         "tiled_csl_decode": tiled_csl_decode._kernel(),

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilepress.bench.kernels import check_card, check_dtypes, copies_of, environment, read_gbps, time_us
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
-from tilepress.kernels import decode_attention, kv_read, rope_append
+from tilepress.kernels import arch, decode_attention, kv_read, rope_append
 from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
@@ -41,7 +42,10 @@ _SLACK, _LAUNCH_US = 1.3, 2.0  # what a kernel may take over its floor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences of a decode step; `variable`: also with lengths that vary. Raises UsageError for heads that do not divide and sizes that no cache has."""
+    """Sequences of a decode step; `variable`: also with lengths that vary. Raises UsageError for heads that do not divide and sizes that no cache has.
+
+    With `q_tokens` each sequence has so many queries, its last tokens: a few that were guessed, or a piece of a prompt. With `window` a query sees so many.
+    """
 
     batch: int
     query_heads: int
@@ -49,6 +53,8 @@ class Shape:
     tokens: int  # of a sequence, on average
     head_dim: int
     variable: bool = False
+    q_tokens: int = 1  # of each sequence
+    window: int = 0  # 0: all tokens
 
     def __post_init__(self):
         if self.query_heads % self.kv_heads:
@@ -59,20 +65,27 @@ class Shape:
 
         if self.head_dim % 32:
             raise UsageError(
-                f"the head dimension {self.head_dim} is no multiple of 32", "time one that the kernel takes: 64 or 128"
+                f"the head dimension {self.head_dim} is no multiple of 32",
+                "time one that the kernels take: 64, 96, 128 or 256",
+            )
+        if self.q_tokens > self.tokens:
+            raise UsageError(
+                f"{self.q_tokens} queries of {self.tokens} tokens",
+                "queries are among a sequence's tokens: give it more",
             )
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """64x32x8x8192x128, with a v behind it for lengths that vary too."""
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)x(\d+)(v?)", text.strip().lower())
+        """64x32x8x8192x128, with a v behind it for lengths that vary too, q4 for 4 queries of each sequence, w4096 for a window."""
+        pattern = r"(\d+)x(\d+)x(\d+)x(\d+)x(\d+)(v?)(?:q([1-9]\d*))?(?:w([1-9]\d*))?"
+        found = re.fullmatch(pattern, text.strip().lower())
         sizes = [int(number) for number in found.groups()[:5]] if found else [0]
         if min(sizes) < 1:
             raise UsageError(
                 f"{text!r} is no shape of attention",
-                "write BATCHxQUERY_HEADSxKV_HEADSxTOKENSxHEAD_DIM, and a v if lengths vary too: 64x32x8x8192x128v",
+                "write BATCHxQUERY_HEADSxKV_HEADSxTOKENSxHEAD_DIM, a v if lengths vary too, q4 for 4 queries, w4096 for a window: 64x32x8x8192x128v",
             )
-        return cls(*sizes, bool(found[6]))
+        return cls(*sizes, bool(found[6]), int(found[7] or 1), int(found[8] or 0))
 
     @property
     def front(self) -> tuple[int, int, int, int]:
@@ -80,7 +93,17 @@ class Shape:
         return self.batch, self.query_heads, self.kv_heads, self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.batch} x {self.tokens} tokens, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
+        of = f"{self.batch} x {self.tokens} tokens, {self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
+        return (
+            of
+            + (f", {self.q_tokens} queries" if self.q_tokens > 1 else "")
+            + (f", window {self.window}" if self.window else "")
+        )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What the op is asked for beyond one query over all tokens."""
+        return ("several queries",) * (self.q_tokens > 1) + ("a window",) * (self.window > 0)
 
 
 def form_of(kind: str, head_dim: int) -> KVFormat:
@@ -132,8 +155,8 @@ def attention(
     forms = {(kind, dim): form_of(kind, dim) for kind, dim in itertools.product(kinds, dims)}
     check_dtypes(dtypes)
     check_card()
-    for form, dtype in itertools.product(dict.fromkeys(forms.values()), dtypes):
-        _check_path(decode_attention.path(_DEVICE, form, dtype))
+    for shape, kind, dtype in itertools.product(shapes, kinds, dtypes):
+        _check_path(decode_attention.path(_DEVICE, forms[kind, shape.head_dim], dtype, shape.extras))
     for path in (rope_append.path(_DEVICE), kv_read.path(_DEVICE)):
         _check_path(path)
     facts, bandwidth, rows, dense, equal = environment(), read_gbps(), [], {}, {}
@@ -153,6 +176,9 @@ def attention(
             "D": shape.head_dim,
             "kv": kind,
             "dtype": dtype_name(dtype),
+            "q_tokens": shape.q_tokens,
+            "window": shape.window,
+            "arch": arch_name(),
             "variable_lengths": variable,
             "us": timed["us"],
             "us_spread": timed["us_spread"],
@@ -175,20 +201,30 @@ def attention(
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 
 
+def arch_name() -> str:
+    """Return for which cards the kernels that run were made: "sm90", or "sm80-forced" where TILEPRESS_ARCH asks for others than the card's own."""
+    forced = arch.forced()
+    row = forced or arch.card(_DEVICE)
+    return "sm{}{}".format(*row.capability) + ("-forced" if forced else "")
+
+
 def dense_best(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
     """Microseconds of PyTorch's fastest attention over contiguous keys and values [batch, KV heads, T, D] of `dtype`, and which it is. Query heads that share
-    a KV head are given as such, or as rows of one. Raises TilepressError where no backend takes them."""
-    b, heads, t, d = shape.batch, shape.kv_heads, shape.tokens, shape.head_dim
+    a KV head are given as such, or as rows of one. With a window only the tokens that are seen are there. Raises TilepressError where no backend takes
+    them."""
+    b, heads, d, rows = shape.batch, shape.kv_heads, shape.head_dim, shape.q_tokens
+    t = min(shape.tokens, shape.window + rows - 1) if shape.window else shape.tokens
     copies = copies_of(4 * b * heads * t * d)
     caches = [torch.randn(2, b, heads, t, d, device=_DEVICE, dtype=dtype) for _ in range(copies)]
-    query = torch.randn(b, shape.query_heads, 1, d, device=_DEVICE, dtype=dtype)
+    query = torch.randn(b, shape.query_heads, rows, d, device=_DEVICE, dtype=dtype)
+    mask = causal_lower_right(rows, t) if rows > 1 else None
     times, failed = {}, []
-    for name, gqa in itertools.product(_BACKENDS, (True, False)):
+    for name, gqa in itertools.product(_BACKENDS, (True, False) if mask is None else (True,)):
 
         def launch(i: int, name=name, gqa=gqa) -> Tensor:
             with sdpa_kernel(_BACKENDS[name]):
                 q = query if gqa else query.view(b, heads, -1, d)
-                return scaled_dot_product_attention(q, *caches[i], enable_gqa=gqa)
+                return scaled_dot_product_attention(q, *caches[i], attn_mask=mask, enable_gqa=gqa)
 
         call = f"{name}, {'enable_gqa' if gqa else 'heads as rows'}"
         try:
@@ -233,20 +269,32 @@ def _filled(form: KVFormat, lens: Tensor, table: Tensor, heads: int, fixed: Tens
 
 
 def _error(
-    out: Tensor, query: Tensor, pages: Tensor, table: Tensor, lens: Tensor, form: KVFormat, fixed: Tensor | None
+    out: Tensor,
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    form: KVFormat,
+    fixed: Tensor | None,
+    window: int = 0,
 ) -> float:
     """The largest of some sequences, the shortest and the longest among them, relative to attention in float64 over what the cache gives back. Raises
     TilepressError where it is too large."""
-    heads, errors = pages.shape[1], []
+    heads, errors, rows = pages.shape[1], [], len(query) // len(lens)
     picks = torch.linspace(0, len(lens) - 1, min(len(lens), _CHECKED)).round().long()
     for i in lens.cpu().argsort()[picks].tolist():
         one = table[i : i + 1], lens[i : i + 1], int(lens[i])
         shape = form.head_dim, form.bits, form.group_size, form.static, False, torch.float32
         key, value = (x[0].double() for x in ops.kv_read(pages, *one, None, fixed, None, fixed, *shape))
-        grouped = query[i].double().unflatten(0, (heads, -1))
-        weights = (grouped @ key.transpose(1, 2) * form.head_dim**-0.5).softmax(-1)
-        expected = (weights @ value).flatten(0, 1)
-        errors.append(float((out[i].double() - expected).norm() / expected.norm()))
+        mine = slice(i * rows, (i + 1) * rows)
+        grouped = query[mine].double().unflatten(1, (heads, -1))
+        place = torch.arange(len(key[0]), device=key.device)
+        behind = place[len(place) - rows :, None] - place
+        hidden = (behind < 0) | (behind >= window) if window else behind < 0
+        scores = torch.einsum("qhgd,htd->hgqt", grouped, key) * form.head_dim**-0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        expected = torch.einsum("hgqt,htd->qhgd", weights, value).flatten(1, 2)
+        errors.append(float((out[mine].double() - expected).norm() / expected.norm()))
     broken = int((~torch.isfinite(out)).sum())
     worst = max(errors)
     if not all(error <= _ERROR for error in errors) or broken:
@@ -265,24 +313,27 @@ def _check_path(path: Path) -> Path:
 
 
 def _decode_row(shape: Shape, form: KVFormat, dtype: torch.dtype, variable: bool) -> dict:
-    heads, fixed = shape.kv_heads, _fixed(form, shape.kv_heads)
-    lens = lengths(shape.batch, shape.tokens, variable).to(_DEVICE)
-    query = torch.randn(shape.batch, shape.query_heads, form.head_dim, device=_DEVICE, dtype=dtype)
-    stored = int(lens.sum()) * heads * 2 * form.row_bytes
+    heads, fixed, rows = shape.kv_heads, _fixed(form, shape.kv_heads), shape.q_tokens
+    lens = lengths(shape.batch, shape.tokens, variable).clamp(min=rows).to(_DEVICE)
+    query = torch.randn(shape.batch * rows, shape.query_heads, form.head_dim, device=_DEVICE, dtype=dtype)
+    seen = lens.clamp(max=shape.window + rows - 1) if shape.window else lens
+    stored = int(seen.sum()) * heads * 2 * form.row_bytes
     table = _table(lens)
     caches = [_filled(form, lens, table, heads, fixed) for _ in range(copies_of(stored))]
     how = form.head_dim**-0.5, None, fixed, None, fixed, form.bits, form.group_size, form.static, False
 
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=_DEVICE) * rows if rows > 1 else None
+
     def launch(i: int) -> Tensor:
-        return ops.decode_attention(query, caches[i], table, lens, *how)
+        return ops.decode_attention(query, caches[i], table, lens, *how, cu_query_lens=starts, window=shape.window)
 
     poison = torch.full_like(query, float("nan"))
     del poison  # the memory that the result will most likely get
-    error = _error(launch(0), query, caches[0], table, lens, form, fixed)
+    error = _error(launch(0), query, caches[0], table, lens, form, fixed, shape.window)
     nbytes = stored + 2 * query.nbytes
     us, spread = time_us(launch, len(caches), nbytes / 4e6 + 3)
     measured = {"us": us, "us_spread": spread, "bytes": nbytes, "gbps": nbytes / us / 1000}
-    return measured | {"rel_err": error, "path": str(decode_attention.path(_DEVICE, form, dtype))}
+    return measured | {"rel_err": error, "path": str(decode_attention.path(_DEVICE, form, dtype, shape.extras))}
 
 
 def _front_row(front: tuple[int, int, int, int], form: KVFormat, dtype: torch.dtype) -> dict:

@@ -166,7 +166,7 @@ def _attention_text(title: str, rows: list[dict]) -> str:
     cells = [
         [
             *sizes(row),
-            f"1..{2 * row['T']}" if row["variable_lengths"] else str(row["T"]),
+            _tokens(row),
             f"{row['us']:.1f}",
             f"{row['us_bf16_best']:.1f}",
             f"{row['speedup']:.2f}",
@@ -191,6 +191,13 @@ def _attention_text(title: str, rows: list[dict]) -> str:
 
 def _caches(row: dict) -> str:
     return "cold" if row["cold"] else "overlapped"
+
+
+def _tokens(row: dict) -> str:
+    """Tokens of a sequence, queries and window where they are not one and all."""
+    several = f", {row['q_tokens']} queries" if row.get("q_tokens", 1) > 1 else ""
+    window = f", window {row['window']}" if row.get("window") else ""
+    return (f"1..{2 * row['T']}" if row["variable_lengths"] else str(row["T"])) + several + window
 
 
 def _times(row: dict) -> list[str]:

@@ -1,6 +1,6 @@
 """Pages of an attention cache: 64 tokens of one KV head, keys and values, in the order in which a decode kernel's lanes read them (`page_order`).
 Every byte belongs to one token, so that an append writes and never reads. Rows are those of kv_int4.py, keys' of the same form as values' or of another.
-Drawn in docs/format.md.
+Pages of 16 and 32 tokens, as engines have them, are shorter in the same way: how many bytes a page has says how many tokens. Drawn in docs/format.md.
 """
 
 from functools import cache
@@ -11,22 +11,23 @@ from torch import Tensor
 from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat
 
 UNIT_TOKENS = 32  # what a kernel loads at once
+SIZES = (16, 32, 64)  # tokens of a page
 
 
 @cache
-def page_order(form: Forms) -> tuple[Tensor, Tensor]:
-    """The place in its page of each byte of each token's key row and value row: int64 [64 tokens, row_bytes] each.
+def page_order(form: Forms, page_tokens: int = PAGE_TOKENS) -> tuple[Tensor, Tensor]:
+    """The place in its page of each byte of each token's key row and value row: int64 [page_tokens, row_bytes] each.
 
-    Together a permutation of 0 .. page_bytes - 1. In a unit of 32 tokens: key codes, value codes, key scales, value scales.
+    Together a permutation of the page's bytes. In a unit of 32 tokens, or the whole page of 16: key codes, value codes, key scales, value scales.
     """
-    key, value, unit = form.key, form.value, UNIT_TOKENS
+    key, value, unit = form.key, form.value, min(UNIT_TOKENS, page_tokens)
     codes = unit * (key.code_bytes + value.code_bytes)
-    keys, values = [_key_plane(key)], [_value_plane(value) + unit * key.code_bytes]
+    keys, values = [_key_plane(key, unit)], [_value_plane(value, unit) + unit * key.code_bytes]
     if key.scale_bytes:
-        keys.append(_scale_plane(key, key=True) + codes)
+        keys.append(_scale_plane(key, unit, key=True) + codes)
     if value.scale_bytes:
-        values.append(_scale_plane(value, key=False) + codes + unit * key.scale_bytes)
-    starts = range(PAGE_TOKENS // unit)
+        values.append(_scale_plane(value, unit, key=False) + codes + unit * key.scale_bytes)
+    starts = range(page_tokens // unit)
     return tuple(
         torch.cat([torch.cat(planes, 1) + i * unit * (key.row_bytes + value.row_bytes) for i in starts])
         for planes in (keys, values)
@@ -34,13 +35,13 @@ def page_order(form: Forms) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(stored: Tensor, count: int) -> Tensor:
-    """`stored` lists (token, byte) numbers in the order they stand; returns [32, count] positions."""
-    where = torch.empty(UNIT_TOKENS * count, dtype=torch.int64)
-    where[stored.reshape(-1)] = torch.arange(UNIT_TOKENS * count)
-    return where.view(UNIT_TOKENS, count)
+    """`stored` lists (token, byte) numbers in the order they stand; returns [unit, count] positions."""
+    where = torch.empty(stored.numel(), dtype=torch.int64)
+    where[stored.reshape(-1)] = torch.arange(stored.numel())
+    return where.view(-1, count)
 
 
-def _key_plane(form: KVFormat) -> Tensor:
+def _key_plane(form: KVFormat, unit: int) -> Tensor:
     """The order of key codes.
 
     Per 8 tokens: chunks of 64 bytes of a row (of the largest power of two that divides it, if it is shorter), in each
@@ -48,11 +49,11 @@ def _key_plane(form: KVFormat) -> Tensor:
     """
     count = form.code_bytes
     chunk = min(64, count & -count)
-    numbers = torch.arange(UNIT_TOKENS * count).view(-1, 8, count // chunk, chunk)
+    numbers = torch.arange(unit * count).view(-1, 8, count // chunk, chunk)
     return _inverse(numbers.transpose(1, 2), count)
 
 
-def _value_plane(form: KVFormat) -> Tensor:
+def _value_plane(form: KVFormat, unit: int) -> Tensor:
     """Tokens in pairs, so that a 32-bit word holds the same channels of both.
 
     What is interleaved is 4 channels of 4 bits (2 bytes), 1 of 8 bits, 1 of 16 bits. Per 8 tokens, with 16 g + ... the channel:
@@ -60,7 +61,7 @@ def _value_plane(form: KVFormat) -> Tensor:
     16 bits [quarter of 16][g][pair][4 channels][token of pair].
     """
     count, g = form.code_bytes, form.head_dim // 16
-    numbers = torch.arange(UNIT_TOKENS * count)
+    numbers = torch.arange(unit * count)
     if form.bits == 4:
         stored = numbers.view(-1, 4, 2, g, 4, 2).permute(0, 3, 1, 4, 2, 5)
     elif form.bits == 8:
@@ -70,49 +71,56 @@ def _value_plane(form: KVFormat) -> Tensor:
     return _inverse(stored, count)
 
 
-def _scale_plane(form: KVFormat, key: bool) -> Tensor:
+def _scale_plane(form: KVFormat, unit: int, key: bool) -> Tensor:
     """Row-wise, and keys' in groups: [token mod 8][group][token div 8] of (scale, shift); values' in groups: per 16 tokens
     [group][pair mod 4][pair div 4][scale, shift][token of pair]."""
     count, groups = form.scale_bytes, form.groups
-    numbers = torch.arange(UNIT_TOKENS * count)
-    by_row = numbers.view(4, 8, groups, 4).permute(1, 2, 0, 3)
-    by_pair = numbers.view(2, 2, 4, 2, groups, 2, 2).permute(0, 4, 2, 1, 5, 3, 6)
+    numbers = torch.arange(unit * count)
+    by_row = numbers.view(-1, 8, groups, 4).permute(1, 2, 0, 3)
+    by_pair = numbers.view(-1, 2, 4, 2, groups, 2, 2).permute(0, 4, 2, 1, 5, 3, 6)
     return _inverse(by_row if key or groups == 1 else by_pair, count)
 
 
 def write_pages(pages: Tensor, slots: Tensor, key_rows: Tensor, value_rows: Tensor, form: Forms) -> None:
-    """Stores rows uint8 [tokens, heads, row_bytes], keys' and values', at `slots` int64 [tokens] (page * 64 + place in the page; -1 is skipped; no slot twice)
-    of pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages, ValueError for pages of another
-    format or number of heads."""
-    check_pages(pages, key_rows.shape[1], form)
-    if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < pages.shape[0] * PAGE_TOKENS):
-        raise IndexError(
-            f"slots {int(slots.min())} .. {int(slots.max())} are beyond {pages.shape[0]} pages of {PAGE_TOKENS}"
-        )
+    """Stores rows uint8 [tokens, heads, row_bytes], keys' and values', at `slots` int64 [tokens] (page * page's tokens + place in the page; -1 is skipped; no
+    slot twice) of pages uint8 [num_pages, heads, page_bytes], in place. Raises IndexError for a slot beyond the pages, ValueError for pages of
+    another format or number of heads."""
+    size = check_pages(pages, key_rows.shape[1], form)
+    if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < pages.shape[0] * size):
+        raise IndexError(f"slots {int(slots.min())} .. {int(slots.max())} are beyond {pages.shape[0]} pages of {size}")
     keep = slots >= 0
     slots = slots[keep]
     heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-    for order, rows in zip(page_order(form), (key_rows, value_rows), strict=True):
-        places = order.to(pages.device)[slots % PAGE_TOKENS][:, None]
-        pages[(slots // PAGE_TOKENS)[:, None, None], heads, places] = rows[keep]
+    for order, rows in zip(page_order(form, size), (key_rows, value_rows), strict=True):
+        places = order.to(pages.device)[slots % size][:, None]
+        pages[(slots // size)[:, None, None], heads, places] = rows[keep]
 
 
 def read_pages(pages: Tensor, table: Tensor, length: int, form: Forms) -> tuple[Tensor, Tensor]:
     """The key rows and the value rows uint8 [length, heads, row_bytes] of the first `length` tokens of the pages listed in `table`.
 
     Raises IndexError for a table that is too short or names no page, ValueError for pages of another format."""
-    check_pages(pages, pages.shape[1], form)
-    used = table[: -(-length // PAGE_TOKENS)].long()
-    if not 0 <= length <= table.numel() * PAGE_TOKENS:
-        raise IndexError(f"{length} tokens, the block table has {table.numel()} pages of {PAGE_TOKENS}")
-    if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < pages.shape[0]):
-        raise IndexError(f"the block table names a page that is none of 0..{pages.shape[0] - 1}")
-    gathered = pages[used]
-    key, value = (
-        gathered[:, :, order.to(pages.device)].transpose(1, 2).reshape(-1, pages.shape[1], order.shape[1])[:length]
-        for order in page_order(form)
-    )
-    return key, value
+    size = check_pages(pages, pages.shape[1], form)
+    check_table(table[None], [length], len(pages), size)
+    used = table[: -(-length // size)].long()
+    return tuple(rows[0, :length] for rows in gather_pages(pages, used[None], form))
+
+
+def gather_pages(pages: Tensor, numbers: Tensor, form: Forms) -> tuple[Tensor, Tensor]:
+    """The key rows and the value rows uint8 [sequences, n * page's tokens, heads, row_bytes] of pages that int64 [sequences, n] names, unchecked."""
+    size, gathered = page_tokens(pages, form), pages[numbers]
+    return tuple(gathered[..., order.to(pages.device)].movedim(2, 3).flatten(1, 2) for order in page_order(form, size))
+
+
+def check_table(table: Tensor, lengths: list[int], num_pages: int, size: int, first: list[int] | None = None) -> None:
+    """Raises IndexError where tables [sequences, n] of pages of `size` tokens have no room for `lengths`, or name what is no page from their `first` column on
+    up to the lengths' end."""
+    for i, length in enumerate(lengths):
+        if not 0 <= length <= table.shape[1] * size:
+            raise IndexError(f"{length} tokens, the block table has {table.shape[1]} pages of {size}")
+        used = table[i, first[i] if first else 0 : -(-length // size)]
+        if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < num_pages):
+            raise IndexError(f"the block table names a page that is none of 0..{num_pages - 1}")
 
 
 def pages_from_serialized(
@@ -170,9 +178,21 @@ def check_serialized(key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, f
         )
 
 
-def check_pages(pages: Tensor, heads: int, form: Forms) -> None:
-    """Raises ValueError for pages of another format or number of heads."""
-    if pages.dtype != torch.uint8 or pages.dim() != 3 or pages.shape[1:] != (heads, form.page_bytes):
-        raise ValueError(
-            f"pages {list(pages.shape)} of {pages.dtype} do not hold {form.name} rows of {heads} heads: uint8 [n, {heads}, {form.page_bytes}]"
-        )
+def page_tokens(pages: Tensor, form: Forms) -> int:
+    """The tokens of a page, by its bytes; 0 where they are of no size that there is."""
+    size, rest = divmod(pages.shape[-1], form.key.row_bytes + form.value.row_bytes)
+    return size if rest == 0 and size in SIZES else 0
+
+
+def check_pages(pages: Tensor, heads: int, form: Forms) -> int:
+    """Return the tokens of a page. Raises ValueError for pages of another format or number of heads."""
+    if (
+        pages.dtype == torch.uint8
+        and pages.dim() == 3
+        and pages.shape[1] == heads
+        and (size := page_tokens(pages, form))
+    ):
+        return size
+    raise ValueError(
+        f"pages {list(pages.shape)} of {pages.dtype} do not hold {form.name} rows of {heads} heads: uint8 [n, {heads}, {form.page_bytes}]"
+    )

@@ -2,14 +2,20 @@
 
 A card is a row of `CARDS`: what to compile for, how much shared memory there is, which features. An op's kernels stand in `KERNELS`, the best
 one first. `Path` says what serves a case: results print it, and code asks for its attributes.
+
+With TILEPRESS_ARCH=sm80, or sm86, sm89 and so on, a card is taken for an older one: kernels are chosen and sized as there, to try them where none is at hand.
 """
 
 import functools
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+
+from tilepress.formats import UsageError
 
 RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, which the system takes for each block
 OLDEST = (8, 0)  # compute capability from which on there are kernels
@@ -65,7 +71,11 @@ class Source(NamedTuple):
 
 KERNELS = {
     "argmax": (Source("argmax", "sm80_argmax.cu"),),
-    "decode_attention": (Source("decode_attention", "sm90_decode_attention.cu"),),
+    "attention_combine": (Source("attention_combine", "sm80_attention_combine.cu"),),
+    "decode_attention": (
+        Source("decode_attention", "sm90_decode_attention.cu"),
+        Source("decode_attention_mma", "sm80_decode_attention.cu"),
+    ),
     "dequantize": (Source("dequantize", "sm80_dequantize.cu"),),
     "fused_quant": (Source("fused_quant", "sm80_fused_quant.cu"),),
     "kv_append": (Source("kv_append", "sm80_kv_append.cu"),),
@@ -99,7 +109,27 @@ HOPPER = card_of(9, 0)
 @functools.cache
 def _card(index: int) -> Card:
     found = torch.cuda.get_device_properties(index)
-    return replace(card_of(found.major, found.minor), multiprocessors=found.multi_processor_count)
+    here = replace(card_of(found.major, found.minor), multiprocessors=found.multi_processor_count)
+    return here if (older := forced()) is None else as_older(here, older)
+
+
+def forced() -> Card | None:
+    """The row of the card that TILEPRESS_ARCH names, or None. Raises UsageError for a name that is none."""
+    name = os.environ.get("TILEPRESS_ARCH")
+    if not name:
+        return None
+    digits = re.fullmatch(r"sm_?(\d+)(\d)a?", name)
+    row = next((row for row in CARDS if digits and row.capability == (int(digits[1]), int(digits[2]))), None)
+    if row is None:
+        names = ", ".join("sm{}{}".format(*row.capability) for row in CARDS)
+        raise UsageError(f"TILEPRESS_ARCH={name} names no card", f"choose one of {names}, or unset it")
+    return row
+
+
+def as_older(here: Card, older: Card) -> Card:
+    """What is left of a card where kernels are those for an older one. It is still compiled for what it is."""
+    shared, of_block = (min(getattr(here, n), getattr(older, n)) for n in ("shared_bytes", "block_shared_bytes"))
+    return replace(here, shared_bytes=shared, block_shared_bytes=of_block, has_wgmma=here.has_wgmma and older.has_wgmma)
 
 
 def card(device: torch.device) -> Card:

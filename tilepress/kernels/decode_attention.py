@@ -1,7 +1,5 @@
-"""Decode attention over the paged cache: one query per sequence attends to all its tokens. The kernel's design and figures: docs/kernels/decode_attention.md.
-
-The calibration of a value x = mean + scale * (code * s + z) needs no work per stored element: the keys' scale multiplies the query, their mean
-shifts all scores of a query alike and cancels in the softmax, the values' scale multiplies the output and their mean is added to it once.
+"""Attention over the paged cache: queries of one token a sequence, of a few (speculation), or of a piece of a prompt, mixed as they come. The reference
+stands in attention_ref.py, with what the arguments mean; the kernel's design and figures: docs/kernels/decode_attention.md.
 """
 
 import functools
@@ -9,114 +7,58 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilepress.formats import int8
-from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, hadamard
-from tilepress.formats.kv_pages import check_pages, read_pages
-from tilepress.kernels import arch, jit, library
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat
+from tilepress.formats.kv_pages import check_pages, page_tokens
+from tilepress.kernels import arch, decode_attention_mma, jit, library
 from tilepress.kernels.arch import Path
+from tilepress.kernels.attention_ref import Cache, attend as _attend
 from tilepress.kernels.jit import VARIES, Launch
-from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration, forms_for, value_form, values_of
+from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration
 from tilepress.kernels.once import Planned, gathering
 
 _ARGUMENTS = (
     "Tensor query, Tensor pages, Tensor block_table, Tensor seq_lens, float scale, Tensor? key_channels, Tensor? key_fixed, "
     "Tensor? value_channels, Tensor? value_fixed, int bits, int group_size, bool static, bool rotate"
 )
-library.define(f"decode_attention({_ARGUMENTS}, {VALUE_FORM}) -> Tensor")
-library.define(f"decode_attention_lse({_ARGUMENTS}, {VALUE_FORM}) -> (Tensor, Tensor)")
-library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale) -> Tensor")
-
-
-class Cache(NamedTuple):
-    """The cache that queries attend to: the ops' arguments behind the query."""
-
-    pages: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    scale: float
-    key_channels: Tensor | None
-    key_fixed: Tensor | None
-    value_channels: Tensor | None
-    value_fixed: Tensor | None
-    bits: int
-    group_size: int
-    static: bool
-    rotate: bool
-    value_bits: int = 0  # 0: values are stored as keys are
-    value_group_size: int = 0
-    value_static: bool = False
-
-    def form_for(self, query: Tensor) -> Forms:
-        """Return how the pages store rows. Raises ValueError for queries of other sequences or heads."""
-        (batch, heads, dim), kv_heads = query.shape, self.pages.shape[1]
-        lengths, tables = len(self.seq_lens), len(self.block_table)
-        if not batch == lengths == tables:
-            raise ValueError(f"{batch} queries, {lengths} lengths and block tables of {tables} sequences")
-        if not kv_heads or heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        return forms_for(dim, self.bits, self.group_size, self.static, *value_form(self))
-
-
-def _attend(query: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """The output in float32 and the log-sum-exp."""
-    form = cache.form_for(query)
-    pages, block_table, seq_lens, scale, key_channels, key_fixed, value_channels, value_fixed, *_ = cache
-    (batch, heads, dim), kv_heads = query.shape, pages.shape[1]
-    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    lse = out.new_full((batch, heads), -torch.inf)
-    grouped = query.float().view(batch, kv_heads, -1, dim)
-    folded = grouped if key_channels is None else grouped * key_channels[1][:, None]
-    if cache.rotate:
-        folded = hadamard(folded)
-    for i, length in enumerate(seq_lens.tolist()):
-        if not length:
-            continue
-        key, value = (
-            values_of(rows, side, fixed)
-            for rows, side, fixed in zip(
-                read_pages(pages, block_table[i], length, form),
-                (form.key, form.value),
-                (key_fixed, value_fixed),
-                strict=True,
-            )
-        )
-        scores = torch.einsum("hgd,thd->hgt", folded[i], key) * scale
-        mixed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), value)
-        if value_channels is not None:
-            mixed = mixed * value_channels[1][:, None] + value_channels[0][:, None]
-        out[i] = mixed.reshape(heads, dim)
-        shift = 0.0 if key_channels is None else torch.einsum("hgd,hd->hg", grouped[i], key_channels[0]) * scale
-        lse[i] = (scores.logsumexp(-1) + shift).reshape(heads)
-    return out, lse
+_MORE = (
+    f"{VALUE_FORM}, Tensor? cu_query_lens=None, int window=0, float softcap=0., Tensor? sinks=None, Tensor? slopes=None"
+)
+library.define(f"decode_attention({_ARGUMENTS}, {_MORE}) -> Tensor")
+library.define(f"decode_attention_lse({_ARGUMENTS}, {_MORE}) -> (Tensor, Tensor)")
+library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale, {_MORE}) -> Tensor")
+_OUT_SCALE = 13  # the number of this argument
 
 
 def decode_attention_ref(query: Tensor, *args) -> Tensor:
-    """query [batch, query heads, D] over seq_lens int [batch] tokens in pages (formats/kv_pages.py) listed in block_table int [batch, most] -> the
-    same shape and dtype; zeros where there are no tokens.
+    """query [queries, query heads, D] over the tokens of their sequences -> the same shape and dtype; zeros where there are no tokens.
 
-    key_channels, value_channels float32 [3, heads, D] and key_fixed, value_fixed float16 [heads, groups, 2] are the calibration's. Query heads are a
-    multiple of the pages' heads, neighbours share one (GQA). Computed in float32. Raises ValueError for shapes that do not fit, IndexError for
-    lengths and tables beyond the pages."""
+    The arguments are those of `Cache`. A sequence's queries are its last tokens, in order, and each sees the tokens up to itself. Query heads are a multiple
+    of the pages' heads, neighbours share one (GQA). Computed in float32. Raises ValueError for shapes that do not fit, IndexError for lengths and
+    tables beyond the pages."""
     return _attend(query, Cache(*args))[0].to(query.dtype)
 
 
 def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """Return the same, and float32 [batch, query heads]: the natural logarithm of the sum of the exponentials of all scores, -inf where there are
-    none.
-    With it, attention over parts of a sequence can be put together."""
+    """Return the same, and float32 [queries, query heads]: the natural logarithm of the sum of the exponentials of all scores, sinks among them, -inf
+    where there are none.
+    With it, attention over parts of a sequence can be put together; a sink belongs to one of them."""
     out, lse = _attend(query, Cache(*args))
     return out.to(query.dtype), lse
 
 
 def decode_attention_int8_ref(query: Tensor, *args) -> Tensor:
-    """The output as int8 codes of `out_scale` [1], the last argument: what a W8A8 projection takes."""
-    *args, out_scale = args
-    return int8.quantize(_attend(query, Cache(*args))[0], out_scale.float())
+    """The output as int8 codes of `out_scale` [1], the argument before those with defaults: what a W8A8 projection takes."""
+    cache, out_scale = _without_out_scale(args)
+    return int8.quantize(_attend(query, cache)[0], out_scale.float())
+
+
+def _without_out_scale(args: tuple) -> tuple[Cache, Tensor]:
+    return Cache(*args[: _OUT_SCALE - 1], *args[_OUT_SCALE:]), args[_OUT_SCALE - 1]
 
 
 REFERENCES = {
@@ -232,28 +174,38 @@ def _kernel(chosen: Configuration) -> jit.Kernel:
 
 
 def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None:
-    """Return why the reference serves ("" for the CPU), or None where the kernel does."""
+    """Return why sm90_decode_attention.cu does not serve one query a sequence over all its tokens ("" for the CPU), or None where it does."""
     if (why := jit.why_not(device)) is not None:
         return why
     if form.key != form.value:
         return UNLIKE
-    if arch.kernel_for("decode_attention", device) is None:
+    if arch.kernel_for("decode_attention", device) != "decode_attention":
         return "the kernel needs a Hopper card"
     if form.head_dim not in (64, 128):
         return f"heads of {form.head_dim}, the kernel takes 64 and 128"
     return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
 
 
-def _planned(name: str) -> Planned:
-    return Planned(functools.partial(_plan, name))
+def _split(name: str, args: tuple) -> tuple[Cache, Tensor | None]:
+    return _without_out_scale(args) if name == "decode_attention_int8" else (Cache(*args), None)
+
+
+def _by_mma(name: str, query: Tensor, *args):
+    """What the kernel for Hopper does not take, by the one for all cards, or by the reference."""
+    cache, out_scale = _split(name, args)
+    form = cache.form_for(query)
+    why = jit.why_not(query.device) if decode_attention_mma.suits(query, cache) else "the arguments' layout"
+    if why is not None or decode_attention_mma.why_not(form, query.dtype) is not None:
+        return REFERENCES[name](query, *args)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if name == "decode_attention_lse" else None
+    out = decode_attention_mma.launch(query, cache, lse, out_scale)
+    return out if lse is None else (out, lse)
 
 
 def _plan(name: str, query: Tensor, *arguments) -> Callable:
     """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
     cut, a number that is no page is the last page's."""
-    cache, tail = Cache(*arguments[: len(arguments) - (name == "decode_attention_int8")]), ()
-    if name == "decode_attention_int8":
-        tail = arguments[-1:]
+    cache, out_scale = _split(name, arguments)
     form = cache.form_for(query)
     pages, block_table, seq_lens, scale, *calibration = cache[:8]
     (batch, heads, dim), kv_heads, device = query.shape, pages.shape[1], query.device
@@ -262,30 +214,33 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     plain &= all(t is None or t.data_ptr() % 16 == 0 for t in (pages, cache.key_channels, cache.value_channels))
     plain &= not (name == "decode_attention_lse" and cache.static and cache.rotate)
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
+    plain &= not cache.extras and page_tokens(pages, form) == PAGE_TOKENS
     if why_not(device, form, query.dtype) is not None or not plain:
-        return REFERENCES[name]
+        return functools.partial(_by_mma, name)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
     check_calibration((cache.key_channels, cache.value_channels, cache.key_fixed, cache.value_fixed), kv_heads, form)
-    if any(t is not None and t.device != device for t in (pages, block_table, seq_lens, *calibration, *tail)):
+    if any(t is not None and t.device != device for t in (pages, block_table, seq_lens, *calibration, out_scale)):
         raise ValueError("the arguments are on several devices")
-    out = jit.like(query.shape, torch.int8 if tail else query.dtype, device)
+    out = jit.like(query.shape, query.dtype if out_scale is None else torch.int8, device)
     lse = jit.like((batch, heads), torch.float32, device) if name == "decode_attention_lse" else None
     scattered = [0] * (not query.is_contiguous() or query.data_ptr() % 16 > 0)
     scattered += [2] * (block_table.stride(1) != 1) + [3] * (not seq_lens.is_contiguous())
     if scattered:
         return gathering(ON_CARD[name], scattered)
-    if tail and (tail[0].dtype != torch.float32 or tail[0].shape != (1,)):
-        return lambda *given: ON_CARD[name](*given[:-1], given[-1].reshape(1).float())
+    if out_scale is not None and (out_scale.dtype != torch.float32 or out_scale.shape != (1,)):
+        return lambda *given: ON_CARD[name](
+            *given[:_OUT_SCALE], given[_OUT_SCALE].reshape(1).float(), *given[_OUT_SCALE + 1 :]
+        )
     group = heads // kv_heads
     blocks, tiles = arch.card(device).multiprocessors, 1 if group <= 8 else 2
     most_heads, passes = 8 * tiles, -(-group // (8 * tiles))
     tokens = min(batch, _MOST) * kv_heads * passes * block_table.shape[1] * PAGE_TOKENS // blocks
-    kind = query.dtype, tiles, passes, cache.rotate, lse is not None, bool(tail)
+    kind = query.dtype, tiles, passes, cache.rotate, lse is not None, out_scale is not None
     chosen = Configuration(form, *kind, blocks, *shape_for(form, tiles, tokens))
     _load(chosen, device)
-    optional = [0 if t is None else VARIES for t in (*calibration, *(tail or (None,)))]
+    optional = [0 if t is None else VARIES for t in (*calibration, out_scale)]
     width, numbers = block_table.shape[1] if len(pages) else 0, jit.float_bits(scale)
     args = [VARIES, VARIES, VARIES, VARIES, VARIES, 0 if lse is None else VARIES, VARIES, VARIES, VARIES, *optional]
     launches = [
@@ -296,7 +251,7 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     # What a block leaves of a segment that goes on: 16 bytes for two of [most_heads, D] channels, and [most_heads].
     part_bytes = blocks * most_heads * (dim // 2 + 1) * 16
     parts_like = jit.like((part_bytes,), torch.uint8, device)
-    given = [5 + i for i, t in enumerate(calibration) if t is not None] + [len(arguments)] * len(tail)
+    given = [5 + i for i, t in enumerate(calibration) if t is not None] + [_OUT_SCALE] * (out_scale is not None)
     # Bytes of a sequence in what differs between launches.
     steps = [t.stride(0) * t.itemsize for t in (query, block_table, seq_lens)]
     of_out, of_lse = heads * dim * out.itemsize, 4 * heads
@@ -326,7 +281,7 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     return run
 
 
-ON_CARD = {name: _planned(name) for name in REFERENCES}
+ON_CARD = {name: Planned(functools.partial(_plan, name)) for name in REFERENCES}
 for _name, _reference in REFERENCES.items():
     library.impl(_name, _reference, "CPU")
     library.impl(_name, ON_CARD[_name], "CUDA")
@@ -347,6 +302,11 @@ def _(query, *_):
     return query.new_empty(query.shape, dtype=torch.int8)
 
 
-def path(device: torch.device, form: Forms, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Return which implementation serves queries of a dtype on a device."""
-    return Path("decode_attention", device.type, why_not(device, form, dtype), form.name)
+def path(device: torch.device, form: Forms, dtype: torch.dtype = torch.bfloat16, extras: tuple[str, ...] = ()) -> Path:
+    """Return which implementation serves queries of a dtype on a device; `extras` are `Cache.extras` of what is asked for."""
+    why = why_not(device, form, dtype)
+    if why is None and not extras:
+        return Path("decode_attention", device.type, None, form.name)
+    if jit.why_not(device) is None and (why := decode_attention_mma.why_not(form, dtype)) is None:
+        return Path("decode_attention_mma", device.type, None, form.name)
+    return Path("decode_attention", device.type, why, form.name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats.kv_int4 import (
+    PAGE_TOKENS,
     Forms,
     KVFormat,
     dequantize_rows,
@@ -21,7 +22,7 @@ from tilepress.formats.kv_int4 import (
     split_row,
     to_channels,
 )
-from tilepress.formats.kv_pages import check_pages, write_pages
+from tilepress.formats.kv_pages import check_pages, page_tokens, write_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
@@ -213,28 +214,28 @@ def calibration_suits_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
     ) and all(t is None or t.data_ptr() % 32 == 0 for t in tensors[:2])
 
 
-def row_macros(form: KVFormat, dtype: torch.dtype) -> dict[str, int]:
-    """Return what kv_rows.cuh is compiled with for inputs of a dtype."""
+def row_macros(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> dict[str, int]:
+    """Return what kv_rows.cuh is compiled with for inputs of a dtype and pages of `size` tokens."""
     macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
-    return {**macros, "STATIC": int(form.static), "KIND": KINDS[dtype], "BF16": 0}
+    return {**macros, "STATIC": int(form.static), "PAGE_TOKENS": size, "KIND": KINDS[dtype], "BF16": 0}
 
 
 def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
-    """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * 64 + place; -1: not at all) of
+    """Quantizes key, value [tokens, heads, D] and stores them at `slots` int64 [tokens] (page * its tokens + place; -1: not at all) of
     pages uint8 [num_pages, heads, page_bytes]; the rest are `Quantization`'s. Raises ValueError for what does not fit together, IndexError
     for slots beyond the pages."""
     how = Quantization(*quantization)
     how.store(pages, key, value, slots, how.check(pages, key, value, slots))
 
 
-def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps) -> str:
-    return jit.source("sm80_kv_append.cu", **row_macros(form, dtype), **steps.macros)
+def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> str:
+    return jit.source("sm80_kv_append.cu", **row_macros(form, dtype, size), **steps.macros)
 
 
 @functools.cache
-def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps) -> jit.Kernel:
+def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> jit.Kernel:
     takes = f"{CACHE_TAKES} key* value* key_token:8 key_head:8 value_token:8 value_head:8 heads"
-    return jit.Kernel("kv_append", append_source(form, dtype, steps), takes, THREADS, overlaps=True)
+    return jit.Kernel("kv_append", append_source(form, dtype, steps, size), takes, THREADS, overlaps=True)
 
 
 def _plan(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> Callable:
@@ -253,9 +254,9 @@ def _plan(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantizatio
         return gathering(_append_cuda, scattered)
     strides = *key.stride()[:2], *value.stride()[:2]
     cache, given = how.launch_arguments(pages, slots, form), [0, 3, *how.given(4), 1, 2]
-    args = *cache, VARIES, VARIES, *strides, heads
-    launch = Launch(_append_kernel(form, key.dtype, how.steps(form)), pages.device, blocks(tokens * heads * 2), args)
-    return jit.filling(launch, given, [], 0)
+    args, size = (*cache, VARIES, VARIES, *strides, heads), page_tokens(pages, form)
+    kernel = _append_kernel(form, key.dtype, how.steps(form), size)
+    return jit.filling(Launch(kernel, pages.device, blocks(tokens * heads * 2), args), given, [], 0)
 
 
 _append_cuda = Planned(_plan)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import Forms, KVFormat, from_channels
-from tilepress.formats.kv_pages import check_pages, read_pages
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, from_channels
+from tilepress.formats.kv_pages import check_pages, page_tokens, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
@@ -128,14 +128,14 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def source(form: KVFormat, dtype: torch.dtype) -> str:
-    """Return the source of a kernel that gives keys and values in a dtype."""
-    return jit.source("sm80_kv_read.cu", **row_macros(form, dtype))
+def source(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
+    """Return the source of a kernel that gives keys and values in a dtype, from pages of `size` tokens."""
+    return jit.source("sm80_kv_read.cu", **row_macros(form, dtype, size))
 
 
 @functools.cache
-def _kernel(form: KVFormat, dtype: torch.dtype) -> jit.Kernel:
-    return jit.Kernel("kv_read", source(form, dtype), _TAKES, THREADS, overlaps=True)
+def _kernel(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
+    return jit.Kernel("kv_read", source(form, dtype, size), _TAKES, THREADS, overlaps=True)
 
 
 def _plan(*arguments) -> Callable:
@@ -162,7 +162,8 @@ def _plan(*arguments) -> Callable:
     calibration = [_Read._fields.index(name) for name in CALIBRATION if getattr(read, name) is not None]
     addresses = VARIES, VARIES, VARIES, *(0 if x is None else VARIES for x in read.calibration), VARIES, VARIES
     grid = blocks(2 * sequences * heads * -(-max_len // _TOKENS))
-    launch = Launch(_kernel(form, read.out_dtype), device, grid, (*addresses, *numbers))
+    kernel = _kernel(form, read.out_dtype, page_tokens(read.pages, form))
+    launch = Launch(kernel, device, grid, (*addresses, *numbers))
     return jit.filling(launch, [0, 1, 2, *calibration, -1, -2], [jit.like(read.shape, read.out_dtype, device)] * 2, 2)
 
 

@@ -1,8 +1,8 @@
 // Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on.
 // Where a byte stands in its page is `page_order` of formats/kv_pages.py in closed form.
 //
-// Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; KIND of the input, 0 float32, 1
-// bfloat16, 2 float16. Rows begin at multiples of E elements where E is a power of two.
+// Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; PAGE_TOKENS 16 | 32 | 64; KIND of the
+// input, 0 float32, 1 bfloat16, 2 float16. Rows begin at multiples of E elements where E is a power of two.
 
 #define E (D / 32)                            // channels of a lane
 #define LANE ((int)(threadIdx.x % 32))
@@ -11,8 +11,9 @@
 #define CODE_BYTES (D * BITS / 8)
 #define SCALE_BYTES (STATIC || BITS == 16 ? 0 : 4 * GROUPS)
 #define ROW_BYTES (CODE_BYTES + SCALE_BYTES)
-#define UNIT_BYTES (64 * ROW_BYTES)           // keys and values of 32 tokens
-#define PAGE_BYTES (2ll * UNIT_BYTES)
+#define UNIT SMALLER(PAGE_TOKENS, 32)         // tokens whose codes and scales lie together
+#define UNIT_BYTES (2 * UNIT * ROW_BYTES)     // keys and values
+#define PAGE_BYTES (PAGE_TOKENS * 2ll * ROW_BYTES)
 #define MOST ((1 << BITS) - 1)
 #define ALL (~0u)
 #define BLOCK (D & -D)                        // of the Hadamard matrix
@@ -125,15 +126,15 @@ struct Place {  // of a row in the pages
 
   __device__ __forceinline__ Place(unsigned char* pages, int num_pages, long long slot, int head, int heads,
                                    bool is_value)
-      : page(pages + (slot / 64 * heads + head) * PAGE_BYTES),
-        token(slot % 64),
+      : page(pages + (slot / PAGE_TOKENS * heads + head) * PAGE_BYTES),
+        token(slot % PAGE_TOKENS),
         is_value(is_value),
-        is_there(slot >= 0 && slot < num_pages * 64ll) {
-    page += token / 32 * UNIT_BYTES;
-    token %= 32;
+        is_there(slot >= 0 && slot < num_pages * (long long)PAGE_TOKENS) {
+    page += token / UNIT * UNIT_BYTES;
+    token %= UNIT;
   }
   __device__ __forceinline__ Place(unsigned char* page, u32 token, bool is_value)  // of a token in its page
-      : page(page + token / 32 * UNIT_BYTES), token(token % 32), is_value(is_value), is_there(true) {}
+      : page(page + token / UNIT * UNIT_BYTES), token(token % UNIT), is_value(is_value), is_there(true) {}
   __device__ __forceinline__ int eight() const { return token / 8 * 8 * CODE_BYTES; }
   __device__ __forceinline__ unsigned char* key_byte(int i) const {
     constexpr int CHUNK = SMALLER(CODE_BYTES & -CODE_BYTES, 64);
@@ -141,17 +142,17 @@ struct Place {  // of a row in the pages
   }
   __device__ __forceinline__ unsigned char* value_byte(int channel) const {  // the one that the channel begins in
     const int g = channel / 16, pair = token % 8 / 2, second = token % 2;
-    unsigned char* codes = page + 32 * CODE_BYTES + eight();
+    unsigned char* codes = page + UNIT * CODE_BYTES + eight();
     if (BITS == 4) return codes + ((g * 4 + pair) * 4 + channel / 4 % 4) * 4 + second * 2 + channel / 2 % 2;
     if (BITS == 8) return codes + ((channel / 8 % 2 * (D / 16) + g) * 4 + pair) * 16 + channel % 8 * 2 + second;
     return codes + ((channel / 4 % 4 * (D / 16) + g) * 4 + pair) * 16 + channel % 4 * 4 + second * 2;
   }
   // A group's scale; the shift follows it, but in values of several groups another token's scale stands between.
   __device__ __forceinline__ unsigned char* scale_byte(int g) const {
-    unsigned char* scales = page + 64 * CODE_BYTES + is_value * 32 * SCALE_BYTES;
+    unsigned char* scales = page + 2 * UNIT * CODE_BYTES + is_value * UNIT * SCALE_BYTES;
     if (is_value && GROUPS > 1)
       return scales + (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
-    return scales + ((token % 8 * GROUPS + g) * 4 + token / 8) * 4;
+    return scales + ((token % 8 * GROUPS + g) * (UNIT / 8) + token / 8) * 4;
   }
   __device__ __forceinline__ void store_scale(int g, u16 scale, u16 shift) const {
     unsigned char* to = scale_byte(g);

@@ -9,7 +9,8 @@
 // Macros: D 64 | 128; BITS 4 | 8 | 16; GROUPS of scales; STATIC 0 | 1; TILES of 8 query heads that share a unit; BF16:
 // of the query; ROTATE 0 | 1; UNIT 32 | 64, or 16 of 16 bits.
 
-#define ALL (~0u)
+#include "attention_math.cuh"
+
 #define CODE_BYTES (D * BITS / 8)
 #define DYNAMIC (!STATIC && BITS < 16)
 #define ROW_WISE (DYNAMIC && GROUPS == 1)
@@ -27,7 +28,6 @@
 #define VALUE_SCALES_AT (KEY_SCALES_AT + RUN * 4 * GROUPS)
 #define WORDS (CODE_BYTES / 16)               // of a lane, of 8 tokens
 #define HEADS (8 * TILES)
-#define LOG2E 1.4426950408889634f
 // A running maximum may be so much too small (log2): probabilities up to 2^(MARGIN + LIFT).
 #define MARGIN 2.f
 // As large as float16 allows: what is far below the largest must not vanish. Row-wise it is multiplied by scales, up to
@@ -54,34 +54,6 @@
 #endif
 #define SCORE (GROUPED ? -10 : 10)            // scores are 2^SCORE times too small
 
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float log2_of(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
-__device__ __forceinline__ u32 mul_halves(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
-  u32 r;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-__device__ __forceinline__ float low_half(u32 v) { return half_to_float((u16)v); }
-__device__ __forceinline__ float high_half(u32 v) { return half_to_float((u16)(v >> 16)); }
 #if BITS == 16
 #define FACTORS "bf16"
 #else
@@ -98,17 +70,6 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ float warp_max(float x, int from = 1, int to = 32) {
-#pragma unroll
-  for (int i = from; i < to; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
-  return x;
-}
-__device__ __forceinline__ float warp_sum(float x, int from = 1, int to = 32) {
-#pragma unroll
-  for (int i = from; i < to; i *= 2) x += __shfl_xor_sync(ALL, x, i);
-  return x;
-}
-
 // A lane's words of 8 tokens' codes, keys or values; formats/kv_pages.py has the order of pages.
 template <bool KEY> __device__ __forceinline__ void load_words(u32 (&w)[WORDS], u32 at) {
   const int lane = threadIdx.x % 32;

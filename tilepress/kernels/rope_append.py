@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tilepress.formats.kv_int4 import Forms, KVFormat, hadamard
+from tilepress.formats.kv_pages import page_tokens
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
@@ -197,7 +198,8 @@ class _Rows(NamedTuple):
             *(*weights, jit.float_bits(self.eps)),
             *(VARIES, VARIES, self.cos.stride(0), self.sin.stride(0)),
         )
-        kernel, grid = _kernel(form, dtype, how.steps(form), *shape, self.fold), tokens * (heads + 2 * kv_heads)
+        kernel = _kernel(form, dtype, how.steps(form), page_tokens(pages, form), *shape, self.fold)
+        grid = tokens * (heads + 2 * kv_heads)
         given = [_NUMBER[name] for name in _WEIGHTS if getattr(self, name) is not None]
         order = [0, _NUMBER["slots"], *how.given(1 + _BETWEEN), -1, *(_NUMBER[name] for name in _ROWS), *given]
         order += [_NUMBER["cos"], _NUMBER["sin"]]
@@ -228,10 +230,11 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
     return rows.reference(pages, how, rows.check(pages, how))
 
 
-def source(form: KVFormat, dtype: torch.dtype, steps: Steps, *shape: int) -> str:
-    """`shape` has what `_SHAPE` names."""
+def source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int, *shape: int) -> str:
+    """Return the source of a kernel for pages of `size` tokens; `shape` has what `_SHAPE` names."""
     macros = {name: int(number) for name, number in zip(_SHAPE, shape, strict=True)}
-    return jit.source("sm80_rope_append.cu", **row_macros(form, dtype), **steps.macros, **macros, WARPS=_THREADS // 32)
+    macros |= {**row_macros(form, dtype, size), **steps.macros, "WARPS": _THREADS // 32}
+    return jit.source("sm80_rope_append.cu", **macros)
 
 
 @functools.cache

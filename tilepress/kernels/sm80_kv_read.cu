@@ -68,7 +68,7 @@ __device__ __forceinline__ void read(const unsigned char* page, int first, int l
   u32 scales[8][PARTS];
   Calibration calibration;
   if (first < length) {
-    const Place place((unsigned char*)page, (u32)first % 64, IS_VALUE);
+    const Place place((unsigned char*)page, (u32)first % PAGE_TOKENS, IS_VALUE);
     codes.load(place);
     if (HAS_SCALES)
 #pragma unroll
@@ -130,8 +130,9 @@ kv_read(const unsigned char* pages,                 // uint8 [num_pages, heads, 
   const u32 row = number / 2 / eights, first = number / 2 % eights * 8, sequence = row / heads;
   const int head = row % heads;
   if (sequence >= sequences) return;
-  const u32 page = table_width ? block_table[sequence * table_stride + SMALLER(first / 64, table_width - 1)] : 0;
-  const int most = SMALLER(max_len, 64ll * table_width), length = SMALLER(seq_lens[sequence], most);
+  const u32 column = SMALLER(first / PAGE_TOKENS, table_width - 1),
+            page = table_width ? block_table[sequence * table_stride + column] : 0;
+  const int most = SMALLER(max_len, (long long)PAGE_TOKENS * table_width), length = SMALLER(seq_lens[sequence], most);
   const unsigned char* of = pages + ((long long)SMALLER(page, num_pages - 1) * heads + head) * PAGE_BYTES;
   const long long at = ((long long)row * max_len + first) * D + FIRST;
   if (number % 2)

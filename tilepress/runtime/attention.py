@@ -2,6 +2,8 @@
 
     query, key, value -> norms of heads, RoPE, append -> one position each: decode_attention | several: kv_read, then torch's attention
 
+Several positions that see a window of the tokens are decode_attention's too: torch's attention would look at all of them.
+
 The lean pass (decode/cache.py) and transformers' own attention modules (hf/paged_cache.py) both go through `PagePool`. Whatever attention sees is what
 the pages hold, in prefill too: cutting a prompt otherwise changes results by rounding alone. vLLM has pages of its own (vllm/attention.py): it takes
 `PackedLayer` alone.
@@ -60,15 +62,24 @@ class PackedLayer:
         return ops.rope_append(pages, query, key, value, *between, *quantization)
 
     def decode(
-        self, pages: Tensor, query: Tensor, table: Tensor, seq_lens: Tensor, scale: float, folded: bool = False
+        self,
+        pages: Tensor,
+        query: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        folded: bool = False,
+        window: int = 0,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention [sequences, heads, D] of one query for each sequence, whose pages are in table int32 [sequences, pages] and hold
-        seq_lens int32 [sequences] tokens."""
+        """Return the attention [queries, heads, D] of one query for each sequence, or those that starts int32 [sequences + 1] says, the last of its tokens.
+
+        Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens; with `window` a query sees so many."""
         keys, values = self.sides
         # A folded query has the keys' channel scales and rotation already.
         rotate = self.rotate and not folded
         stored = None if folded else keys.channels, keys.fixed, *values[:2], *self.form, rotate, *self.value_form
-        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored)
+        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored, starts, window)
 
     def prefill(
         self,
@@ -79,12 +90,37 @@ class PackedLayer:
         length: int,  # the largest of seq_lens
         scale: float,
         positions: Tensor | None = None,
+        window: int = 0,
     ) -> Tensor:
-        """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`."""
+        """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`. Where the window is no
+        shorter than the longest sequence, it is none."""
+        if 0 < window < length:
+            return self._in_windows(pages, query, table, seq_lens, scale, positions, window)
         keys, values = self.sides
         stored = *keys[:2], *values[:2], query.shape[-1], *self.form, self.rotate
         read = ops.kv_read(pages, table, seq_lens, length, *stored, query.dtype, *self.value_form)
         return attention(query, *read, scale, positions)
+
+    def _in_windows(
+        self,
+        pages: Tensor,
+        query: Tensor,
+        table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        positions: Tensor | None,
+        window: int,
+    ) -> Tensor:
+        """Rows of padding are taken out for the op, and get zeros: which rows are left stays on the card."""
+        (sequences, heads, rows, dim), device = query.shape, query.device
+        real = torch.ones(sequences, rows, dtype=torch.bool, device=device) if positions is None else positions >= 0
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), real.sum(1).cumsum(0)])
+        place = torch.where(real, real.flatten().cumsum(0).view(real.shape) - 1, sequences * rows)
+        packed = query.new_zeros(sequences * rows + 1, heads, dim)
+        packed[place] = query.transpose(1, 2)
+        out = self.decode(pages, packed[:-1], table, seq_lens, scale, window=window, starts=starts.int())
+        out = torch.cat([out, out.new_zeros(1, heads, dim)])
+        return out[place].transpose(1, 2)
 
 
 class PagePool:
@@ -164,12 +200,20 @@ class PagePool:
             self.pages[i] = torch.cat([old, old.new_empty(count, *old.shape[1:])])
 
 
-def paths(calibration: KVCalibration, device: torch.device, dtype: torch.dtype, fused: int) -> dict[Path, int]:
-    """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype."""
+def paths(
+    calibration: KVCalibration,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: int,
+    windows: dict[int, int] | None = None,
+) -> dict[Path, int]:
+    """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype. `windows` has those of
+    layers by their numbers."""
     found: dict[Path, int] = {}
     for number, layer in enumerate(calibration.layers):
         append = rope_append if number < fused else kv_cache
-        read = kv_read.path(device, layer.form), decode_attention.path(device, layer.form, dtype)
+        extras = ("a window",) if windows and windows.get(number) else ()
+        read = kv_read.path(device, layer.form), decode_attention.path(device, layer.form, dtype, extras)
         for path in (append.path(device, layer.form), *read):
             found[path] = found.get(path, 0) + 1
     return found

@@ -29,7 +29,7 @@ from tilepress.formats.kv_int4 import KVFormat, fake_quantize
 from tilepress.runtime.hf import paged_cache as kv_cache
 
 CLIPS = kv_search.CLIPS[False]
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial", "mistral"]
 
 
 def calibrate(source, output, text=None, **settings):
@@ -167,7 +167,7 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     query, key, value = (torch.randn(1, heads, 20, 32, generator=generator) for heads in (6, 2, 2))
     seen = LayerSeen("layer", AttentionShape(1, 6, 2, 32))
     seen.add(query, key, value, 0.3, keep=True)
-    found = kv_search.attend(seen.samples[0], seen.scaling)
+    found = kv_search.attend(seen.samples[0], seen)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
@@ -185,7 +185,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
     seen = LayerSeen("layer", AttentionShape(1, 4, 2, 32, False, 32))
     seen.add(query / size, key * size, value * size.flip(0), 0.1, keep=True)
     form, sample = KVFormat(32), seen.samples[0]
-    exact = kv_search.attend(sample, 0.1)
+    exact = kv_search.attend(sample, seen)
 
     def errors(sides: dict) -> torch.Tensor:
         """Squared errors of the two heads."""
@@ -193,7 +193,7 @@ def test_the_grid_is_searched_by_the_outputs_error():
             what: fake_quantize(getattr(sample, what).transpose(1, 2), form, *side, False, form.refits).transpose(1, 2)
             for what, side in sides.items()
         }
-        return (kv_search.attend(Sample(*sample)._replace(**back), 0.1) - exact)[0].square().sum((1, 2, 3))
+        return (kv_search.attend(Sample(*sample)._replace(**back), seen) - exact)[0].square().sum((1, 2, 3))
 
     chosen = dict(zip(("key", "value"), kv_search.choose(kv_search.Search(seen), form, False)[:2], strict=True))
     for what, side in chosen.items():
@@ -222,6 +222,17 @@ def _with_a_sink(scale: float = 3.0, dim: int = 32, tokens: int = 100) -> LayerS
         query += scale * sink[0].repeat_interleave(2, 1)
         seen.add(query, key, value, 0.2, keep=True)
     return seen
+
+
+def test_queries_in_a_sliding_window_see_no_further():
+    seen = _with_a_sink()
+    seen.window = 9
+    for sample, given in zip(seen.samples, kv_search.Search(seen).weights, strict=True):
+        for row, position in enumerate(sample.positions[0].tolist()):
+            weight = given[0, :, :, row]
+            assert bool((weight[..., max(0, position - 8) : position + 1] > 0).all())
+            assert float(weight.sum(-1).min()) == pytest.approx(1, abs=1e-4)
+            assert not bool(weight[..., : max(0, position - 8)].any() or weight[..., position + 1 :].any())
 
 
 def _attention(sample: Sample, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -284,7 +295,7 @@ def test_queries_are_weighted_by_what_reaches_the_output():
     for sample in seen.samples:
         exact = Sample(*(x if x.dtype == torch.int64 else x.double() for x in sample))
         slopes = torch.autograd.functional.jacobian(
-            lambda key, exact=exact: kv_search.attend(exact._replace(key=key), scaling).flatten(),
+            lambda key, exact=exact: kv_search.attend(exact._replace(key=key), seen).flatten(),
             exact.key,
             vectorize=True,
         )
@@ -491,7 +502,7 @@ def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message)
 @pytest.mark.parametrize(
     "family,changes,message",
     [
-        ("mistral", {}, "sliding windows"),
+        ("gpt-oss", {}, "s_aux"),
         ("llama", {"use_bidirectional_attention": True}, "bidirectional"),
         ("llama", {"head_dim": 40}, "no multiple of 32"),
         ("falcon", {}, "common way"),

@@ -17,6 +17,7 @@ from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
 from tilepress.runtime.attention import PagePool
 from tilepress.runtime.hf import paged_cache as kv_cache
+from tilepress.runtime.hf.fused_attention import window_of
 from tilepress.runtime.hf.paged_cache import PagedCache
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -396,3 +397,33 @@ def test_on_a_card(calibrated, model, tokenizer, tiny, tmp_path):
         )
         batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True).to("cuda")
         assert ours.generate(**batch, **OPTIONS).shape == (3, batch.input_ids.shape[1] + 12)
+
+
+@pytest.mark.parametrize(
+    "family,changes,windows",
+    [("mistral", {}, [24] * 4), ("gemma3", {"sliding_window": 16}, [16, 0]), ("qwen3", {}, [0] * 4)],
+)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_windows_that_slide(checkpoint_of, family, changes, windows, bits):
+    """Prompts in pieces and single tokens over the packed cache, against transformers' own attention and masks over the same rounded keys and values."""
+    model = tilepress.load(checkpoint_of(family, **changes), dtype=torch.float32).eval()
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "k_proj")]
+    form = KVFormat(layers[0].head_dim, bits)
+    kv_cache.install(model, uncalibrated(form, layers[0].k_proj.out_features // form.head_dim, len(layers)))
+    assert [window_of(layer) for layer in layers] == windows[: len(layers)]
+    generator = torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(3, 290, (3, 70), generator=generator), torch.ones(3, 70, dtype=torch.long)
+    mask[1, :5] = 0  # padding is in none of its windows
+    with torch.no_grad():
+        with kv_cache.cache_mode(model, "sim"):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache, found, at = PagedCache(model.kv_state.calibration, "cpu"), [], 0
+        for count in (40, 7, 20, 1, 1, 1):
+            upto = mask[:, : at + count]
+            step = ids[:, at : at + count], upto, positions[:, at : at + count]
+            given = dict(zip(("input_ids", "attention_mask", "position_ids"), step, strict=True))
+            found.append(model(**given, past_key_values=cache).logits)
+            at += count
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], rtol=2e-3, atol=2e-3)

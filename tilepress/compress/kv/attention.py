@@ -26,9 +26,7 @@ _OTHERWISE = {
     "alibi": "ALiBi",
     "use_bidirectional_attention": "bidirectional",
 }
-_ORDINARY = (
-    "leave this model's cache as it is: `compress kv` is for full causal softmax attention with one head dimension"
-)
+_ORDINARY = "leave this model's cache as it is: `compress kv` is for causal softmax attention with one head dimension"
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,9 @@ def attention_shape(checkpoint: Checkpoint, trust_remote_code: bool = False) -> 
         raise UsageError(
             f"config.json of {checkpoint.name} ({kind}) does not tell its layers, heads and width", _ORDINARY
         )
-    types = set(get("layer_types", ()))
-    windows = "sliding_attention" in types or (not types and get("sliding_window") and get("use_sliding_window", True))
-    if windows:
-        raise UsageError(f"{checkpoint.name} ({kind}) has layers with sliding windows", _ORDINARY)
-    if types - {"full_attention"}:
-        raise UsageError(
-            f"{checkpoint.name} ({kind}) has layers of the kind {min(types - {'full_attention'})}", _ORDINARY
-        )
+    unknown = set(get("layer_types", ())) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UsageError(f"{checkpoint.name} ({kind}) has layers of the kind {min(unknown)}", _ORDINARY)
     for name, what in _OTHERWISE.items():
         if get(name):
             raise UsageError(f"{checkpoint.name} ({kind}) has {what} attention", _ORDINARY)
@@ -132,6 +125,7 @@ class LayerSeen:
     tokens: int = 0
     windows: int = 0
     scaling: float = 1.0
+    window: int = 0  # a query sees so many tokens; 0: all before it
     samples: list[Sample] = field(default_factory=list)
     firsts: dict[str, list[Tensor]] = field(
         default_factory=lambda: {"key": [], "value": []}
@@ -269,11 +263,12 @@ class Watch:
     def _attention(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        unusual = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
+        unusual = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
         unusual += ["a mask of its own"] * (attention_mask is not None and attention_mask.is_floating_point())
         if unusual:
             raise UsageError(f"the attention uses {unusual[0]}", _ORDINARY)
         if self._layer is not None:
+            self._layer.window = kwargs.get("sliding_window") or 0
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             self._layer.add(query, key, value, scale, self._keeps, self._number)
         if self._instead is not None:

@@ -64,10 +64,8 @@ class Search:
 
     def __init__(self, seen: LayerSeen, together: int = 1, ranks: Ranks = ALONE):
         self.seen, self._found, self.samples, self.ranks = seen, {}, seen.together(together), ranks
-        self.weights = [weights(sample, seen.scaling) for sample in self.samples]
-        self.exact = [
-            attend(sample, seen.scaling, given) for given, sample in zip(self.weights, self.samples, strict=True)
-        ]
+        self.weights = [weights(sample, seen) for sample in self.samples]
+        self.exact = [attend(sample, seen, given) for given, sample in zip(self.weights, self.samples, strict=True)]
         shares = [share for given in self.weights for share in given[..., 0].mean((1, 2, 3))]
         first = self._mean(shares)  # of the attention that queries give the first token
         self.first_attention = float(first)
@@ -101,7 +99,7 @@ class Search:
         off = torch.zeros(self.seen.shape.kv_heads, dtype=torch.float64, device=self.seen.longest.device)
         for i, (sample, given, out) in enumerate(zip(self.samples, self.weights, self.exact, strict=True)):
             replaced = sample._replace(**{what: rows[i] for what, rows in quantized.items()})
-            found = attend(replaced, self.seen.scaling, None if "key" in quantized else given)
+            found = attend(replaced, self.seen, None if "key" in quantized else given)
             found = (found - out).square().sum((2, 3, 4), dtype=torch.float64)
             for window in found:  # one by one: sums do not depend on which came together
                 off += window
@@ -212,17 +210,18 @@ def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: 
     return found
 
 
-def attend(sample: Sample, scaling: float, given: Tensor | None = None) -> Tensor:
+def attend(sample: Sample, seen: LayerSeen, given: Tensor | None = None) -> Tensor:
     """Return causal softmax attention of the samples' queries, whose `given` weights may be known: [windows, KV heads, queries per KV head, n, D]."""
-    given = weights(sample, scaling) if given is None else given
+    given = weights(sample, seen) if given is None else given
     return torch.einsum("whgnt,whtd->whgnd", given, sample.value)
 
 
-def weights(sample: Sample, scaling: float) -> Tensor:
+def weights(sample: Sample, seen: LayerSeen) -> Tensor:
     """Return the attention that the sample's queries give each token: [windows, KV heads, queries per KV head, n, tokens] float32."""
-    scores = torch.einsum("whgnd,whtd->whgnt", sample.query, sample.key) * scaling
-    later = torch.arange(sample.key.shape[2], device=sample.key.device) > sample.positions[..., None]
-    return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    scores = torch.einsum("whgnd,whtd->whgnt", sample.query, sample.key) * seen.scaling
+    behind = sample.positions[..., None] - torch.arange(sample.key.shape[2], device=sample.key.device)
+    hidden = (behind < 0) | (behind >= seen.window) if seen.window else behind < 0
+    return scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
 
 
 Mean = Callable[[list[Tensor]], Tensor]  # of what each sampled window gives, those of all ranks

@@ -25,6 +25,7 @@ from tilepress.kernels.arch import Path
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
 from tilepress.runtime.hf import fused_attention, hooks
+from tilepress.runtime.hf.fused_attention import window_of
 
 ATTENTION = "tilepress_kv"
 
@@ -185,15 +186,16 @@ class PagedCache(Cache):
             check_finite(layer, key, value)
         self.pool.move(layer, key.device)
 
-    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False, window: int = 0) -> Tensor:
         """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D] of the positions that `begin` announced. With `folded`
-        a query of one position has the keys' scale and rotation already."""
+        a query of one position has the keys' scale and rotation already, with `window` a query sees so many tokens."""
         positions, _, table, seq_lens = self.announced(query.device)
         if query.shape[2] == 1:
-            return self.pool.decode(layer, query[:, :, 0], table, seq_lens, scale, folded)[:, None]
+            return self.pool.decode(layer, query[:, :, 0], table, seq_lens, scale, folded, window)[:, None]
         # What a padded query gives is not used.
         padded = positions if self.padded else None
-        return self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded).transpose(1, 2)
+        found = self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded, window)
+        return found.transpose(1, 2)
 
     def free(self) -> None:
         """Give all pages back."""
@@ -351,7 +353,7 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
             raise UsageError(
                 f"{type(module).__name__} attends to other keys or values than it keeps", "load the model with kv=False"
             )
-        return cache.attend(module.layer_idx, query, scaling), None
+        return cache.attend(module.layer_idx, query, scaling, window=kwargs.get("sliding_window") or 0), None
     if state is not None and state.mode == "sim":
         key, value = simulated(state, module.layer_idx, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -378,6 +380,9 @@ def paths(model: torch.nn.Module, mode: str) -> dict[Path | str, int]:
     """Return which implementation serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     if mode == "cache":
-        return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)))
+        windows = {
+            m.layer_idx: window_of(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")
+        }
+        return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)), windows)
     quantized = f"of keys and values through {calibration.name} and back " if mode == "sim" else ""
     return {f"torch attention {quantized}on {device.type}": len(calibration.layers)}
