@@ -156,12 +156,13 @@ def test_x_as_the_kernels_need_it():
 
 
 def test_scratch_is_large_enough_and_no_ticket_comes_twice():
-    memory, sums, left, ticket = split_sum.scratch(torch.device("cpu"), 132, 2, 128, 96)
+    memory, sums, left, ticket = split_sum.scratch(torch.device("cpu"), 132, 2, 128, 96)()
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     assert (
         start <= left and left + 8 * 2 * 132 <= sums and sums + 4 * 132 * 128 * 96 <= end and sums % 16 == left % 8 == 0
     )
-    assert len({split_sum.scratch(torch.device("cpu"), 1, 1, 128, 8)[3] for _ in range(100)} | {ticket}) == 101
+    make = split_sum.scratch(torch.device("cpu"), 1, 1, 128, 8)
+    assert len({make()[3] for _ in range(100)} | {ticket}) == 101
 
 
 def test_which_kernel_takes_what(monkeypatch):
