@@ -46,7 +46,7 @@ def time_us(
     graph, count = _graph_of(launch, copies, guess_us)
     if guess_us > _LONG_US:
         time.sleep(_REST_S)
-    times = [us / count for us in _replays(graph, replays, _MOST_US)]
+    times = [us / count for (us,) in _replays(replays, _MOST_US, graph)]
     quarters = statistics.quantiles(times, n=4)
     return (median := statistics.median(times)), (quarters[2] - quarters[0]) / median
 
@@ -65,8 +65,7 @@ def cold_us(
     both, count = _graph_of(behind, copies, guess_us)
     alone, _ = _graph_of(lambda _: read_bandwidth.read(memory), copies, guess_us)
     most_us = _MOST_US * guess_us / (guess_us - _COLD_US)
-    reading = statistics.median(_replays(alone, replays, most_us))
-    times = [(us - reading) / count for us in _replays(both, replays, most_us)]
+    times = [(us - reading) / count for us, reading in _replays(replays, most_us, both, alone)]
     quarters = statistics.quantiles(times, n=4)
     return (median := statistics.median(times)), (quarters[2] - quarters[0]) / median
 
@@ -77,7 +76,7 @@ WAYS = {False: time_us, True: cold_us}  # to time a product, by whether it is co
 def sustained_us(launch: Callable[[int], object], copies: int, guess_us: float) -> float:
     """Microseconds of a launch at the clocks to which a quarter of a second of them brings the card: the median of the second half."""
     graph, count = _graph_of(launch, copies, guess_us)
-    times = _replays(graph, 1 << 30, _SUSTAINED_US)
+    times = [us for (us,) in _replays(1 << 30, _SUSTAINED_US, graph)]
     return statistics.median(times[len(times) // 2 :]) / count
 
 
@@ -97,19 +96,25 @@ def _graph_of(launch: Callable[[int], object], copies: int, guess_us: float) -> 
     return graph, count
 
 
-def _replays(graph: torch.cuda.CUDAGraph, most: int, most_us: float) -> list[float]:
-    """Microseconds of each replay after a first one: at least 5 of `most`, and so many that they last `most_us`."""
+def _replays(most: int, most_us: float, *graphs: torch.cuda.CUDAGraph) -> list[tuple[float, ...]]:
+    """Microseconds of each round of replays after a first one, each graph in turn: at least 5 rounds of `most`, and so many that the first graph's last
+    `most_us`."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < min(most, 5) or (len(times) < most and sum(times) < most_us):
+
+    def replayed(graph: torch.cuda.CUDAGraph) -> float:
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return times
+        return start.elapsed_time(end) * 1000
+
+    for graph in graphs:
+        graph.replay()
+    torch.cuda.synchronize()
+    rounds: list[tuple[float, ...]] = []
+    while len(rounds) < min(most, 5) or (len(rounds) < most and sum(times[0] for times in rounds) < most_us):
+        rounds.append(tuple(replayed(graph) for graph in graphs))
+    return rounds
 
 
 def copies_of(nbytes: int) -> int:

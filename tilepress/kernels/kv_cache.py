@@ -270,7 +270,9 @@ def channels_of_lane(form: KVFormat) -> int:
 def is_in_rows(x: Tensor, width: int) -> bool:
     """Return whether the channels of x lie in rows that begin at multiples of `width` elements."""
     *strides, last = x.stride()
-    return last == 1 and x.data_ptr() // x.itemsize % width == 0 and all(stride % width == 0 for stride in strides)
+    return x.numel() == 0 or (
+        last == 1 and x.data_ptr() // x.itemsize % width == 0 and all(stride % width == 0 for stride in strides)
+    )
 
 
 def blocks(rows: int, threads: int = THREADS) -> int:
