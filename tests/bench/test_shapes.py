@@ -259,6 +259,7 @@ def test_what_one_rank_cannot_hold_is_left_out_by_all(two, lacking):
     )
 
 
+@pytest.mark.thorough
 def test_the_command_with_ranks(tmp_path):
     words = ["demo", "--shape", "llama-tiny", "--recipe", "w8a8+kv4", "--context", 5, "--batch", 2]
     ran = torchrun(*words, "--new-tokens", 2, "--runs", 1, "-o", tmp_path / "found.json")

@@ -173,6 +173,7 @@ def parsed() -> dict[str, list]:
     return {version: found for _, version, found in lines}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_of_compressed_tensors_parses_the_config(parsed, version):
     if version not in parsed:

@@ -191,6 +191,7 @@ def test_blocks_hold_their_rows():
         assert chosen.threads % 32 == 0 and 32 <= chosen.threads <= 1024 and chosen.threads * chosen.parts * 8 >= n
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_kernel_keeps_rows_in_registers(arch):

@@ -318,6 +318,7 @@ def test_appending_compiles_for_both_architectures():
         assert found["spills"] == found["stack"] == 0, (arch, form, found)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_reading_back_compiles_for_both_architectures():
     forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160)

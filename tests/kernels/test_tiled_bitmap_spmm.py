@@ -396,6 +396,7 @@ def compiled():
         yield from ((columns, pairs, kind) for kind in some)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("columns,pairs,kind", compiled())
 def test_the_kernel_compiles_within_its_budget(columns, pairs, kind):
     pytest.importorskip("cuda.core")

@@ -508,6 +508,7 @@ def test_on_the_second_card():
 # From the compiler's log
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=str)
 def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     pytest.importorskip("cuda.core")

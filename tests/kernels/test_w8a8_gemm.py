@@ -321,6 +321,7 @@ def test_configurations_compile_without_spills(chosen):
     )
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_other_kernels_compile_without_spills(target):

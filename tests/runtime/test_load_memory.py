@@ -72,6 +72,7 @@ def artifacts(checkpoint_of, tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype,accelerate", [("auto", True), ("float32", False)])
 def test_the_host_holds_no_more_than_a_shard(artifacts, dtype, accelerate):
     """The device `meta` takes tensors as a card does, and keeps none. The last load shows what would be seen of a model that is converted in

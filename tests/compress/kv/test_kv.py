@@ -52,6 +52,7 @@ def divergence_from(base, model, text, kv="sim", limit=3):
     return scores["kl_divergence"]["mean"], scores["perplexity"] / scores["base"]["perplexity"] - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings,form,most",
     [
@@ -71,6 +72,7 @@ def test_what_it_costs(tiny, tmp_path, halves, settings, form, most):
         assert found < 0.6 * divergence_from(tiny, with_cache(tiny, form), held_out)[0]
 
 
+@pytest.mark.thorough
 def test_key_outliers_ruin_plain_rows_and_calibration_mends_them(tiny, tmp_path, halves):
     text, held_out = halves
     source = add_key_outliers(tiny, tmp_path / "outliers")

@@ -83,6 +83,7 @@ def measured(folder, text) -> float:
     return measure(model, AutoTokenizer.from_pretrained(folder), protocol).perplexity
 
 
+@pytest.mark.thorough
 def test_better_methods_are_better(tiny, halves, tmp_path):
     """On text that neither training of the masks nor the refit saw."""
     text, held_out = halves

@@ -72,6 +72,7 @@ def increase(tiny, halves):
     return increase
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings,most",
     [
@@ -89,6 +90,7 @@ def test_what_it_costs(tiny, tmp_path, halves, increase, settings, most):
     assert -0.005 < increase(tmp_path / "out") < most
 
 
+@pytest.mark.thorough
 def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, halves, increase):
     calibration, _ = halves
     source = add_outliers(tiny, tmp_path / "outliers")

@@ -240,6 +240,7 @@ def test_the_layout_stays_and_the_artifact_is_sound(tiny, text, tmp_path, cli, l
         assert checked.code == 0, checked.out
 
 
+@pytest.mark.thorough
 def test_perplexity_of_other_text_is_better_than_before(tiny, artifact, halves, tmp_path, cli):
     text, held_out = halves
 
