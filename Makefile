@@ -25,7 +25,7 @@ test: $(READY)
 	$(VENV)/bin/ruff format --check --quiet
 	$(VENV)/bin/python -m pytest -m "not thorough" -n $(JOBS) --dist worksteal
 
-# The tests that `make test` leaves out because they take long: what recipes cost, kernels for every card, every page's commands.
+# The tests that `make test` leaves out because they take long: what recipes cost, every family, kernels for every card, every page's commands.
 test-thorough: $(READY)
 	$(VENV)/bin/python -m pytest -m thorough -n $(JOBS) --dist worksteal
 

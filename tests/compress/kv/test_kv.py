@@ -92,6 +92,7 @@ def test_static_ranges_hold_beyond_the_calibrated_positions(tiny, tmp_path, halv
     assert divergence_from(tiny, tilepress.load(tmp_path / "out", dtype=torch.float32), held_out)[1] < 0.003
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"bits": 8, "mode": "static"}], ids=str)
 def test_every_family(checkpoint_of, tmp_path, family, settings):
@@ -411,6 +412,7 @@ def test_stopped_anywhere_it_resumes_to_the_same_bytes(checkpoint_of, tmp_path, 
     assert stop_anywhere_and_resume(KVCache(), source, tmp_path, monkeypatch, nothing_loads, few_words(2, 32)) > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rotation", ["auto", "none"])
 def test_a_stopped_search_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, rotation):
     source, whole = checkpoint_of("llama", num_hidden_layers=3), tmp_path / "whole"

@@ -50,6 +50,7 @@ def check_zeros(source, output, sparsity, manifest):
     return zeros
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("method", METHODS)
 def test_zeros_are_exact_in_every_family(checkpoint_of, tmp_path, family, method):
@@ -143,6 +144,7 @@ def test_the_same_run_gives_the_same_bytes_and_a_stopped_one_too(checkpoint_of, 
     assert digest(tmp_path / "other") != expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("allocation", ["owl", "auto"])
 def test_a_stopped_survey_goes_on_after_its_last_layer(checkpoint_of, tmp_path, monkeypatch, allocation):
     source = checkpoint_of("llama", num_hidden_layers=3)

@@ -117,6 +117,7 @@ def test_outliers_ruin_static_ranges_and_smoothing_mends_them(tiny, tmp_path, ha
     assert manifest["settings"]["smooth"] == "learn" and "rounding" not in manifest["settings"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family", ["llama", "llama-tied", "qwen2", "gpt2", "opt", "falcon", "mixtral", "qwen3-moe", "mistral", "qwen3"]
 )

@@ -168,6 +168,7 @@ def test_noise_replaces_its_share_of_tokens_by_others_of_the_text():
 # What comes out.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "mixtral", "qwen3-moe", "gpt-oss"])
 def test_families_recover_with_their_zeros_held(checkpoint_of, tmp_path, family, blocks):
@@ -223,6 +224,7 @@ def test_every_zero_of_another_tool_is_held(checkpoint_of, tmp_path, cli, family
     assert checked.code == 0, checked.out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["tiled-csl", "tiled-bitmap", "dense"])
 def test_the_layout_stays_and_the_artifact_is_sound(tiny, text, tmp_path, cli, layout):
     prune(tiny, tmp_path / "pruned", 0.7, layout)

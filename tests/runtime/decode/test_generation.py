@@ -78,6 +78,7 @@ def test_a_trained_model(tiny):
             assert float((logits[ours[parted]] - logits[theirs[parted]]).abs()) < 2**-5 * float(logits.max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("kind", STACKED)
 def test_every_kind_of_artifact(kind, family, made):

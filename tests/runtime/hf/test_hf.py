@@ -36,6 +36,7 @@ def kinds(model) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("kind", STACKED)
 def test_from_pretrained_gives_what_load_gives(kind, family, made):
