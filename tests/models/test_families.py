@@ -21,7 +21,7 @@ from tilepress.runtime.decode import decoder
 
 NAMED = [family for family in FAMILIES if family.names is not None]
 SERVED = [family for family in NAMED if family.decodes or family.int8_layers]
-NEW = ["phi3", "phi3-partial", "gemma3"]
+NEW = ["phi3", "phi3-partial", "gemma3", "gemma2"]
 IDS = (
     byte_tokenizer()(demo.TEXT.read_text()[100:168], return_tensors="pt").input_ids[:, :64].view(2, 32)
 )  # as static ranges know them

@@ -78,6 +78,19 @@ FAMILIES = {
             "max_position_embeddings": 512,
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        _GQA
+        | {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 24,
+            "pad_token_id": 299,
+            "max_position_embeddings": 512,
+        },
+    ),
     "gemma": ("GemmaConfig", _GQA | {"head_dim": 32}),
     "falcon": ("FalconConfig", _COMMON | {"hidden_size": 128}),
     "granite": ("GraniteConfig", _GQA | {"attention_multiplier": 0.5}),

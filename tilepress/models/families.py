@@ -33,6 +33,7 @@ class Names:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: stored as one matrix, the rows of q, of k, of v
     out: str = "o_proj"
     head_norms: tuple[str, ...] = ()  # of queries and of keys, over a head
+    softcap: str | None = None  # attribute of its attention: the soft cap of scores
     input_norm: str = "input_layernorm"
     after_attention: str | None = None  # a norm of what attention gives, before it is added
     mlp_norm: str = "post_attention_layernorm"
@@ -76,6 +77,7 @@ class Family:
     experts: tuple[str, str, str] | None = None  # gate, up and down of each expert, stored one by one
     routers: tuple[str, ...] = ()  # linear weights that choose experts: never compressed
     settings: tuple[Setting, ...] = ()
+    logit_cap: str | None = None  # a config's key: the soft cap of logits
     absent: tuple[str, ...] = ()  # modules of the body that our passes do not run
     positional: tuple[str, ...] = ()  # what a layer gets by position after its hidden states
     decodes: bool = False  # the lean decode pass and tensor parallelism serve it
@@ -93,7 +95,8 @@ class Family:
 
     def why_not(self, config) -> str | None:
         """Name what a config has that our passes do not compute, or return None."""
-        return next((s.otherwise for s in self.settings if getattr(config, s.key, s.value) != s.value), None)
+        found = ((setting, getattr(config, setting.key, setting.value)) for setting in self.settings)
+        return next((s.otherwise for s, value in found if (value or None) != (s.value or None)), None)
 
     def to_json(self) -> dict:
         """Return what works for the family beyond what works for every model, as `tilepress models --json` prints it."""
@@ -128,7 +131,7 @@ _ROUTED = "its experts run one by one"
 _NAMED_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 FAMILIES = (
     _LLAMA,
-    replace(_LLAMA, model_type="mistral", prefix="Mistral", limits="windows that slide within the sequence"),
+    replace(_LLAMA, model_type="mistral", prefix="Mistral"),
     replace(_LLAMA, model_type="qwen2", prefix="Qwen2"),
     replace(_LLAMA, model_type="qwen3", prefix="Qwen3", names=Names(head_norms=_HEAD_NORMS)),
     replace(
@@ -137,7 +140,7 @@ FAMILIES = (
         prefix="Phi3",
         names=Names(qkv=("qkv_proj",), inner=("mlp.gate_up_proj",), activation="mlp.activation_fn"),
         folds=(),  # what makes the input of o_proj and down_proj is a part of a matrix
-        limits="windows that slide within the sequence, longrope",
+        limits="longrope",
     ),
     replace(
         _LLAMA,
@@ -154,9 +157,22 @@ FAMILIES = (
         settings=(
             Setting("use_bidirectional_attention", False, "attention to later tokens"),
             Setting("attn_logit_softcapping", None, "soft-capped scores"),
-            Setting("final_logit_softcapping", None, "soft-capped logits"),
         ),
-        limits="windows that slide within the sequence: the caches of the lean pass and of `compress kv` keep all tokens",
+        logit_cap="final_logit_softcapping",
+    ),
+    replace(
+        _LLAMA,
+        model_type="gemma2",
+        prefix="Gemma2",
+        names=Names(
+            softcap="attn_logit_softcapping",
+            after_attention="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norm=RMS_PLUS_ONE,
+        settings=(Setting("use_bidirectional_attention", False, "attention to later tokens"),),
+        logit_cap="final_logit_softcapping",
     ),
     Family(
         "opt",
@@ -214,7 +230,7 @@ FAMILIES = (
         limits="its matrices are stored transposed (Conv1D), which products of several and cuts do not take",
     ),
     _attention("arcee", "Arcee", "no gate in its MLP"),
-    _attention("gemma", "Gemma", "norms of 1 + w and scaled embeddings, served for Gemma 3 so far"),
+    _attention("gemma", "Gemma", "norms of 1 + w and scaled embeddings, served for Gemma 2 and 3 so far"),
     _attention("granite", "Granite", "scaled embeddings, residuals and logits"),
     _attention("granitemoe", "GraniteMoe", _ROUTED),
     _attention("ministral", "Ministral", "windows that slide in some of its layers"),
@@ -225,7 +241,7 @@ FAMILIES = (
     _attention(
         "qwen3_moe", "Qwen3Moe", _ROUTED, names=Names(head_norms=_HEAD_NORMS), experts=_NAMED_EXPERTS, routers=("gate",)
     ),
-    Family("gpt_oss", routers=("router",), limits="its experts are one tensor, its attention has sinks"),
+    Family("gpt_oss", routers=("router",), limits="its experts are one tensor, its cosines one for each pair"),
     *(
         Family(kind, positions=NEIGHBOURS, limits="RoPE that turns neighbours")
         for kind in ("codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "helium")

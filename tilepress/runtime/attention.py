@@ -2,13 +2,15 @@
 
     query, key, value -> norms of heads, RoPE, append -> one position each: decode_attention | several: kv_read, then torch's attention
 
-Several positions that see a window of the tokens are decode_attention's too: torch's attention would look at all of them.
+Several positions that see a window of the tokens are decode_attention's too: torch's attention would look at all of them. So are those whose scores have a
+soft cap or sinks, which torch's attention lacks.
 
 The lean pass (decode/cache.py) and transformers' own attention modules (hf/paged_cache.py) both go through `PagePool`. Whatever attention sees is what
 the pages hold, in prefill too: cutting a prompt otherwise changes results by rounding alone. vLLM has pages of its own (vllm/attention.py): it takes
 `PackedLayer` alone.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels import decode_attention, kv_cache, kv_read, rope_append
 from tilepress.kernels.arch import Path
 from tilepress.kernels.kv_cache import op_forms
+from tilepress.models.attention import PLAIN, Scores, attend
 
 ops = torch.ops.tilepress
 
@@ -69,17 +72,19 @@ class PackedLayer:
         seq_lens: Tensor,
         scale: float,
         folded: bool = False,
-        window: int = 0,
+        scores: Scores = PLAIN,
         starts: Tensor | None = None,
     ) -> Tensor:
         """Return the attention [queries, heads, D] of one query for each sequence, or those that starts int32 [sequences + 1] says, the last of its tokens.
 
-        Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens; with `window` a query sees so many."""
+        Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens. No query is `folded` whose scores are `absolute`."""
         keys, values = self.sides
         # A folded query has the keys' channel scales and rotation already.
         rotate = self.rotate and not folded
         stored = None if folded else keys.channels, keys.fixed, *values[:2], *self.form, rotate, *self.value_form
-        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored, starts, window)
+        sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
+        extras = starts, scores.window, scores.softcap, sinks
+        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored, *extras)
 
     def prefill(
         self,
@@ -90,18 +95,18 @@ class PackedLayer:
         length: int,  # the largest of seq_lens
         scale: float,
         positions: Tensor | None = None,
-        window: int = 0,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         """Return the attention [sequences, heads, rows, D] of several queries for each sequence; `positions` as those of `attention`. Where the window is no
         shorter than the longest sequence, it is none."""
-        if 0 < window < length:
-            return self._in_windows(pages, query, table, seq_lens, scale, positions, window)
+        if 0 < scores.window < length or scores.absolute:
+            return self._by_op(pages, query, table, seq_lens, scale, positions, scores)
         keys, values = self.sides
         stored = *keys[:2], *values[:2], query.shape[-1], *self.form, self.rotate
         read = ops.kv_read(pages, table, seq_lens, length, *stored, query.dtype, *self.value_form)
         return attention(query, *read, scale, positions)
 
-    def _in_windows(
+    def _by_op(
         self,
         pages: Tensor,
         query: Tensor,
@@ -109,16 +114,21 @@ class PackedLayer:
         seq_lens: Tensor,
         scale: float,
         positions: Tensor | None,
-        window: int,
+        scores: Scores,
     ) -> Tensor:
         """Rows of padding are taken out for the op, and get zeros: which rows are left stays on the card."""
         (sequences, heads, rows, dim), device = query.shape, query.device
-        real = torch.ones(sequences, rows, dtype=torch.bool, device=device) if positions is None else positions >= 0
+        if positions is None:
+            starts = torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=device)
+            flat = query.transpose(1, 2).flatten(0, 1)
+            out = self.decode(pages, flat, table, seq_lens, scale, scores=scores, starts=starts)
+            return out.unflatten(0, (sequences, rows)).transpose(1, 2)
+        real = positions >= 0
         starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), real.sum(1).cumsum(0)])
         place = torch.where(real, real.flatten().cumsum(0).view(real.shape) - 1, sequences * rows)
         packed = query.new_zeros(sequences * rows + 1, heads, dim)
         packed[place] = query.transpose(1, 2)
-        out = self.decode(pages, packed[:-1], table, seq_lens, scale, window=window, starts=starts.int())
+        out = self.decode(pages, packed[:-1], table, seq_lens, scale, scores=scores, starts=starts.int())
         out = torch.cat([out, out.new_zeros(1, heads, dim)])
         return out[place].transpose(1, 2)
 
@@ -205,27 +215,36 @@ def paths(
     device: torch.device,
     dtype: torch.dtype,
     fused: int,
-    windows: dict[int, int] | None = None,
+    extras: Mapping[int, tuple[str, ...]] | None = None,
 ) -> dict[Path, int]:
-    """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype. `windows` has those of
-    layers by their numbers."""
+    """Return which implementation serves how many layers over pages, of which `fused` append by rope_append, for queries of a dtype. `extras` has the
+    `Scores.extras` of layers by their numbers."""
     found: dict[Path, int] = {}
     for number, layer in enumerate(calibration.layers):
         append = rope_append if number < fused else kv_cache
-        extras = ("a window",) if windows and windows.get(number) else ()
-        read = kv_read.path(device, layer.form), decode_attention.path(device, layer.form, dtype, extras)
+        asked = (extras or {}).get(number, ())
+        read = kv_read.path(device, layer.form), decode_attention.path(device, layer.form, dtype, asked)
         for path in (append.path(device, layer.form), *read):
             found[path] = found.get(path, 0) + 1
     return found
 
 
-def attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, positions: Tensor | None = None, scores: Scores = PLAIN
+) -> Tensor:
     """Return causal attention [sequences, heads, rows, D] of query over keys and values [sequences, KV heads, length, D].
 
     Each row attends to the keys up to its own position: int64 [sequences, rows] (-1, padding: to the first key), or by default the rows are the last of
     `length` tokens."""
     rows, length, causal = query.shape[2], keys.shape[2], False
-    if positions is not None:
+    if scores.absolute or 0 < scores.window < length:
+        if positions is None:
+            positions = torch.arange(length - rows, length, device=query.device)[None]
+        behind = positions.clamp(min=0)[:, :, None] - torch.arange(length, device=query.device)
+        mask = ((behind >= 0) & (behind < (scores.window or length)))[:, None]
+        if scores.absolute:
+            return attend(query, keys, values, mask, scale, scores)
+    elif positions is not None:
         mask = (torch.arange(length, device=query.device) <= positions.clamp(min=0)[:, :, None])[:, None]
     elif rows == length:
         mask, causal = None, True

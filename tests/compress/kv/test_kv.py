@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from support.families import byte_tokenizer
 from support.interruption import digest, killed_before_each_rename, stop_anywhere_and_resume
 from support.outliers import add_key_outliers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import tilepress
 from tilepress import KVCache, demo
@@ -26,10 +29,11 @@ from tilepress.formats import TilepressError, UsageError, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.models.attention import Scores
 from tilepress.runtime.hf import paged_cache as kv_cache
 
 CLIPS = kv_search.CLIPS[False]
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial", "mistral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "phi3-partial", "mistral", "gemma2", "gpt-oss"]
 
 
 def calibrate(source, output, text=None, **settings):
@@ -114,7 +118,8 @@ def test_every_family(checkpoint_of, tmp_path, family, settings):
     with torch.no_grad():
         exact = tilepress.load(source, dtype=torch.float32)(ids, use_cache=False).logits
         found = model(ids).logits
-    assert 0 < float((found - exact).norm() / exact.norm()) < 0.1
+    # A norm behind the attention divides its errors by what the layer adds, too.
+    assert 0 < float((found - exact).norm() / exact.norm()) < (0.15 if family == "gemma2" else 0.1)
 
 
 def test_statistics_are_those_of_the_model(checkpoint_of, tmp_path):
@@ -148,7 +153,14 @@ def test_pairs():
 
 @pytest.mark.parametrize(
     "family,changes,dim",
-    [("llama", {}, 32), ("gpt2-64", {}, 0), ("stablelm", {}, 8), ("cohere", {}, 32), ("llama", {"head_dim": 64}, 64)],
+    [
+        ("llama", {}, 32),
+        ("gpt2-64", {}, 0),
+        ("stablelm", {}, 8),
+        ("cohere", {}, 32),
+        ("llama", {"head_dim": 64}, 64),
+        ("gpt-oss", {}, 32),
+    ],
 )
 def test_what_rope_turns_is_what_the_model_turns(checkpoint_of, tmp_path, family, changes, dim):
     """Partial rotation by the class's default, none at all, and a config that does not say it has RoPE."""
@@ -165,7 +177,7 @@ def test_what_rope_turns_is_what_the_model_turns(checkpoint_of, tmp_path, family
 
 
 def test_the_searchs_attention_is_the_models(checkpoint_of):
-    """Causal, grouped, scaled as the model scales: against torch's own."""
+    """Causal, grouped, scaled as the model scales: against torch's own; with soft caps and sinks against transformers' eager attention."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 20, 32, generator=generator) for heads in (6, 2, 2))
     seen = LayerSeen("layer", AttentionShape(1, 6, 2, 32))
@@ -178,6 +190,19 @@ def test_the_searchs_attention_is_the_models(checkpoint_of):
     share = float(scores.softmax(-1)[..., 0].mean())
     assert kv_search.Search(seen).first_attention == pytest.approx(share, rel=1e-4)
     torch.testing.assert_close(found.flatten(0, 2)[:, :20], expected[0][:, seen.samples[0].positions[0]])
+    sinks, mask = (
+        torch.randn(6, generator=generator),
+        torch.zeros(20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -1e9),
+    )
+    module = SimpleNamespace(num_key_value_groups=3, training=False, sinks=sinks)
+    given = module, query, key, value, mask[None, None]
+    for scores, eager in (
+        (Scores(softcap=0.7), modeling_gemma2.eager_attention_forward(*given, scaling=0.3, softcap=0.7)),
+        (Scores(sinks=sinks), modeling_gpt_oss.eager_attention_forward(*given, scaling=0.3)),
+    ):
+        seen.scores = scores
+        found = kv_search.attend(seen.samples[0], seen).flatten(0, 2)
+        torch.testing.assert_close(found, eager[0][0].transpose(0, 1)[:, seen.samples[0].positions[0]])
 
 
 def test_the_grid_is_searched_by_the_outputs_error():
@@ -229,7 +254,7 @@ def _with_a_sink(scale: float = 3.0, dim: int = 32, tokens: int = 100) -> LayerS
 
 def test_queries_in_a_sliding_window_see_no_further():
     seen = _with_a_sink()
-    seen.window = 9
+    seen.scores = Scores(window=9)
     for sample, given in zip(seen.samples, kv_search.Search(seen).weights, strict=True):
         for row, position in enumerate(sample.positions[0].tolist()):
             weight = given[0, :, :, row]
@@ -290,9 +315,11 @@ def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
     assert facts["head_errors"] == pytest.approx((off / power).sqrt().tolist(), rel=1e-3)
 
 
-def test_queries_are_weighted_by_what_reaches_the_output():
+@pytest.mark.parametrize("scores", [Scores(), Scores(softcap=0.5), Scores(sinks=torch.arange(4.0))], ids=str)
+def test_queries_are_weighted_by_what_reaches_the_output(scores):
     """Their power, against the derivatives of the outputs with respect to every key but the first."""
     seen, scaling = _with_a_sink(0.5, 8, 20), 0.2
+    seen.scores = scores
     seen.add(*(torch.randn(1, heads, 14, 8) for heads in (4, 2, 2)), scaling, keep=True)
     expected = torch.zeros(2, 8, dtype=torch.float64)
     for sample in seen.samples:
@@ -506,7 +533,7 @@ def test_wrong_requests_end_with_2(checkpoint_of, tmp_path, cli, words, message)
 @pytest.mark.parametrize(
     "family,changes,message",
     [
-        ("gpt-oss", {}, "s_aux"),
+        ("llama", {"kv_lora_rank": 16}, "latent"),
         ("llama", {"use_bidirectional_attention": True}, "bidirectional"),
         ("llama", {"head_dim": 40}, "no multiple of 32"),
         ("falcon", {}, "common way"),

@@ -20,7 +20,7 @@ from tilepress.kernels import jit
 from tilepress.runtime.decode import decoder, generation
 from tilepress.runtime.hf import paged_cache as kv_cache
 
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt", "phi3", "phi3-partial", "gemma3"]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "opt", "phi3", "phi3-partial", "gemma3", "gemma2"]
 PROMPTS = [[5, 9, 2, 77, 130], [8], [250, 3, 3, 9, 40, 41, 7, 7, 100], list(range(10, 80)), [1, 2]]
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95}
 
@@ -50,9 +50,8 @@ def served(model, words: str) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_every_family(family, checkpoint_of):
-    """Of a batch with padding and of each prompt alone, whole and in pieces."""
-    changes = {"sliding_window": None} if family == "mistral" else {}
-    model = tilepress.load(checkpoint_of(family, **changes), dtype=torch.float32)
+    """Of a batch with padding and of each prompt alone, whole and in pieces; windows of 24 tokens slide in some of them."""
+    model = tilepress.load(checkpoint_of(family), dtype=torch.float32)
     assert decoder.why_not(model, 128) is None
     expected = alone(model, PROMPTS, 12)
     assert generated(model, PROMPTS, 12) == expected
@@ -113,7 +112,7 @@ def test_int8_artifacts(family, activations, checkpoint_of, tmp_path):
 
 
 @pytest.mark.parametrize("form", [KVFormat(32), KVFormat(32, 8), KVFormat(32, 16)], ids=lambda form: form.name)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3", "gemma3", "mistral", "gemma2"])
 def test_packed_pages(family, form, checkpoint_of):
     """The model's own forward pass over a PagedCache: the same pages, the same tokens. All pages come back."""
     model = with_cache(checkpoint_of(family), form)
@@ -126,23 +125,22 @@ def test_packed_pages(family, form, checkpoint_of):
 
 
 def test_what_a_family_cannot_have_is_said_with_its_reason(checkpoint_of):
-    """Windows that slide within the sequence, soft-capped logits, RoPE that changes with the length."""
-    model = tilepress.load(checkpoint_of("gemma3"), dtype=torch.float32)
+    """Attention to later tokens, RoPE that changes with the length, families without a lean pass."""
+    model = tilepress.load(checkpoint_of("gemma2"), dtype=torch.float32)
     assert decoder.why_not(model, 128) is None
-    assert decoder.why_not(model, 129) == "windows of 128 tokens slide within 129"
-    with pytest.raises(ValueError, match="windows of 128 tokens"):
-        decoder.Decoder(model, 129)
-    model.config.final_logit_softcapping = 30.0
-    assert decoder.why_not(model, 128) == "Gemma3ForCausalLM with soft-capped logits"
+    model.config.use_bidirectional_attention = True
+    assert decoder.why_not(model, 128) == "Gemma2ForCausalLM with attention to later tokens"
+    with pytest.raises(ValueError, match="attention to later tokens"):
+        decoder.Decoder(model, 128)
     model = tilepress.load(checkpoint_of("phi3"))
     model.model.rotary_emb.rope_type = "longrope"
     assert decoder.why_not(model, 64) == "longrope RoPE"
     assert "scaled embeddings" in decoder.why_not(tilepress.load(checkpoint_of("gemma")), 64)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma", "gpt2", "gpt-oss"])
 def test_others_run_by_their_own_forward_pass(family, checkpoint_of):
-    """Windows of 24 tokens slide, or the lean pass does not know the family: it says so, and the tokens are the same."""
+    """The lean pass does not know the family: it says so, and the tokens are the same."""
     model = tilepress.load(checkpoint_of(family), dtype=torch.float32)
     with pytest.warns(UserWarning, match="own forward pass"):
         assert decoded(model, PROMPTS, 5) == generated(model, PROMPTS, 5)
@@ -156,10 +154,11 @@ def test_others_run_by_their_own_forward_pass(family, checkpoint_of):
         decoded(model, PROMPTS, 5, cache="contiguous")
 
 
-def test_a_window_that_does_not_slide_yet(checkpoint_of):
-    """Room for more tokens than are asked for does not make a window slide."""
+def test_a_window_that_never_slides_is_none(checkpoint_of):
+    """The kernel for all tokens serves then."""
     model = tilepress.load(checkpoint_of("mistral"), dtype=torch.float32)
-    assert decoded(model, PROMPTS[:3], 12) == generated(model, PROMPTS[:3], 12) and served(model, "decode steps")
+    for most, window in ((24, 0), (25, 24)):
+        assert {layer.scores.window for layer in decoder.Decoder(model, most).layers} == {window}
 
 
 class Some(StoppingCriteria):

@@ -15,7 +15,7 @@ from tilepress.runtime.decode import batch as batches
 from tilepress.runtime.decode.batch import SIZES, Batch, Prompt
 from tilepress.runtime.hf import paged_cache as kv_cache
 
-FAMILIES = ["llama", "qwen2", "qwen3", "opt", "phi3", "phi3-partial", "gemma3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "opt", "phi3", "phi3-partial", "gemma3", "mistral", "gemma2"]
 LENGTHS = (1, 31, 32, 33, 100)
 
 

@@ -47,6 +47,7 @@ FAMILIES = {
     "Phi3": {},
     "Phi3Partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "Gemma3Text": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
+    "Gemma2": {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 2.0},
 }
 FORMS = {
     "int4 dynamic": KVFormat(32),
@@ -273,12 +274,11 @@ def as_two_eps(model):
         ("Qwen3", as_own_norm),
         ("Qwen3", as_two_eps),
         ("Cohere", lambda model: None),
-        ("Gemma2", lambda model: None),
         ("StableLm", lambda model: None),
     ],
 )
 def test_attention_of_other_kinds_is_left_alone(family, change):
-    changes = {"head_dim": 32} if family in ("Qwen3", "Gemma2") else {}
+    changes = {"head_dim": 32} if family == "Qwen3" else {}
     model = stock(family, **changes)
     change(model)
     kinds = [type(layer.self_attn) for layer in model.model.layers]

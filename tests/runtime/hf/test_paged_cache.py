@@ -1,12 +1,15 @@
 """The paged cache in generate: the tokens of single prompts in batches, pages taken, freed and used again, pools that are too small."""
 
 import copy
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.artifacts import few_words, run_recipe, with_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from support.families import byte_tokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import tilepress
 from tilepress import KVCache, demo
@@ -15,9 +18,9 @@ from tilepress.eval.perplexity import Protocol, measure
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import uncalibrated
 from tilepress.formats.kv_int4 import KVFormat, fake_quantize
+from tilepress.models.attention import window_of
 from tilepress.runtime.attention import PagePool
 from tilepress.runtime.hf import paged_cache as kv_cache
-from tilepress.runtime.hf.fused_attention import window_of
 from tilepress.runtime.hf.paged_cache import PagedCache
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -60,7 +63,9 @@ def test_generate_uses_the_packed_cache(model, tokenizer):
     assert unused.shape == out.sequences.shape
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "granite"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gpt2-64", "opt", "mixtral", "granite", "gemma2", "gpt-oss"]
+)
 def test_16_bits_give_the_logits_of_the_stock_cache(checkpoint_of, family):
     """Logits of a float32 model up to what bfloat16 pages round, whatever the prompt's length and padding."""
     source = checkpoint_of(family)
@@ -399,25 +404,59 @@ def test_on_a_card(calibrated, model, tokenizer, tiny, tmp_path):
         assert ours.generate(**batch, **OPTIONS).shape == (3, batch.input_ids.shape[1] + 12)
 
 
-@pytest.mark.parametrize(
-    "family,changes,windows",
-    [("mistral", {}, [24] * 4), ("gemma3", {"sliding_window": 16}, [16, 0]), ("qwen3", {}, [0] * 4)],
-)
+def _over_dequantized(module, query, key, value, mask, **given):
+    """transformers' own eager attention of a model's class, over keys and values that come back from pages."""
+    form, found = module.stored_as, []
+    for x in (key, value):
+        rows = x.transpose(1, 2)
+        back = fake_quantize(rows.flatten(0, 1), form, None, None, 1.0, False, 0)
+        found.append(back.view(rows.shape).transpose(1, 2))
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, *found, mask, **given)
+
+
+def dequantizing(source, form: KVFormat):
+    """transformers' own model, whose attention is eager and sees rounded keys and values."""
+    AttentionInterface.register("over_dequantized", _over_dequantized)
+    AttentionMaskInterface.register("over_dequantized", eager_mask)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.set_attn_implementation("over_dequantized")
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+            module.stored_as = form
+    return model
+
+
+SLIDING = [
+    ("mistral", {}, [24, 24]),
+    ("gemma3", {"sliding_window": 16}, [16, 0]),
+    ("qwen3", {}, [0, 0]),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, [0, 20]),
+    ("gemma2", {"head_dim": 256, "query_pre_attn_scalar": 144}, [24, 0]),
+    ("gemma2", {"sliding_window": 7, "attn_logit_softcapping": None}, [7, 0]),
+    ("gpt-oss", {"sliding_window": 16, "head_dim": 64, "initializer_range": 0.2}, [16, 0]),
+]
+
+
+@pytest.mark.parametrize("family,changes,windows", SLIDING)
 @pytest.mark.parametrize("bits", [4, 16])
-def test_windows_that_slide(checkpoint_of, family, changes, windows, bits):
-    """Prompts in pieces and single tokens over the packed cache, against transformers' own attention and masks over the same rounded keys and values."""
-    model = tilepress.load(checkpoint_of(family, **changes), dtype=torch.float32).eval()
+def test_windows_caps_and_sinks(checkpoint_of, family, changes, windows, bits):
+    """Prompts longer than windows, in pieces and single tokens, in a batch with padding, and the simulation: against transformers' own eager attention."""
+    source = checkpoint_of(family, **changes)
+    model = tilepress.load(source, dtype=torch.float32).eval()
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "k_proj")]
     form = KVFormat(layers[0].head_dim, bits)
     kv_cache.install(model, uncalibrated(form, layers[0].k_proj.out_features // form.head_dim, len(layers)))
-    assert [window_of(layer) for layer in layers] == windows[: len(layers)]
+    assert [window_of(layer) for layer in layers] == windows
     generator = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(3, 290, (3, 70), generator=generator), torch.ones(3, 70, dtype=torch.long)
     mask[1, :5] = 0  # padding is in none of its windows
+    real, positions = mask.bool(), (mask.cumsum(1) - 1).clamp(min=0)
+    whole = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
+        expected = dequantizing(source, form)(ids, **whole).logits
         with kv_cache.cache_mode(model, "sim"):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            simulated = model(ids, **whole).logits
         cache, found, at = PagedCache(model.kv_state.calibration, "cpu"), [], 0
         for count in (40, 7, 20, 1, 1, 1):
             upto = mask[:, : at + count]
@@ -425,5 +464,36 @@ def test_windows_that_slide(checkpoint_of, family, changes, windows, bits):
             given = dict(zip(("input_ids", "attention_mask", "position_ids"), step, strict=True))
             found.append(model(**given, past_key_values=cache).logits)
             at += count
-    real = mask.bool()
-    torch.testing.assert_close(torch.cat(found, 1)[real], expected[real], rtol=2e-3, atol=2e-3)
+    for logits in (torch.cat(found, 1), simulated):
+        torch.testing.assert_close(logits[real], expected[real], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_generated_tokens_are_those_of_eager_attention(checkpoint_of, family):
+    """Each token that `generate` takes, of prompts beyond the window in a padded batch, is the likeliest of transformers' own pass over all before it."""
+    source = checkpoint_of(family, sliding_window=24, initializer_range=0.1)
+    model, stock = with_cache(source, KVFormat(32, 16)), dequantizing(source, KVFormat(32, 16))
+    ids, mask = torch.arange(80).view(2, 40) * 7 % 290 + 3, torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    out = model.generate(ids, attention_mask=mask, **OPTIONS, return_dict_in_generate=True, output_logits=True)
+    assert isinstance(out.past_key_values, PagedCache) and out.past_key_values.lengths == [51, 42]
+    mask = torch.cat([mask, mask.new_ones(2, 12)], 1)
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        expected = stock(out.sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 39:-1]
+    torch.testing.assert_close(torch.stack(out.logits, 1), expected, rtol=2e-3, atol=2e-3)
+    told = tilepress.runtime.loader.paths(model)
+    assert told[f"decode_attention reference ({KVFormat(32, 16).name}) on cpu"] == 2, told
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_perplexity_of_caps_and_sinks(checkpoint_of, tmp_path, family):
+    """Calibrated in 8 bits, simulated and decoded: about what the model itself has."""
+    source = checkpoint_of(family, sliding_window=24)
+    run_recipe(KVCache(bits=8), source, tmp_path / "out", text=few_words(4, 64))
+    model, own = tilepress.load(tmp_path / "out", dtype=torch.float32), byte_tokenizer()
+    protocol = Protocol(str(demo.TEXT), "gptq", 64, None, 2)
+    base = measure(tilepress.load(source, dtype=torch.float32), own, protocol).perplexity
+    simulated = measure(model, own, protocol, kv="sim").perplexity
+    decoded = measure(model, own, protocol, kv="decode").perplexity
+    assert simulated == pytest.approx(base, rel=0.01) and decoded == pytest.approx(simulated, rel=1e-3)

@@ -15,17 +15,13 @@ from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import Layer
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.checkpoint import Checkpoint
+from tilepress.models.attention import PLAIN, Scores, attend, unserved
 from tilepress.models.families import turns_neighbours
 from tilepress.ranks import Ranks
 
 QUERIES = 64  # positions of a sampled window whose queries are kept
 _ATTENTION = "tilepress_observed"
-_OTHERWISE = {
-    "kv_lora_rank": "latent",
-    "attn_logit_softcapping": "soft-capped",
-    "alibi": "ALiBi",
-    "use_bidirectional_attention": "bidirectional",
-}
+_OTHERWISE = {"kv_lora_rank": "latent", "alibi": "ALiBi", "use_bidirectional_attention": "bidirectional"}
 _ORDINARY = "leave this model's cache as it is: `compress kv` is for causal softmax attention with one head dimension"
 
 
@@ -125,7 +121,7 @@ class LayerSeen:
     tokens: int = 0
     windows: int = 0
     scaling: float = 1.0
-    window: int = 0  # a query sees so many tokens; 0: all before it
+    scores: Scores = PLAIN  # beyond their scale
     samples: list[Sample] = field(default_factory=list)
     firsts: dict[str, list[Tensor]] = field(
         default_factory=lambda: {"key": [], "value": []}
@@ -220,7 +216,7 @@ class Watch:
         AttentionInterface.register(_ATTENTION, self._attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
         try:
-            model.model.set_attn_implementation(_ATTENTION)
+            model.attend_by(_ATTENTION)
         except ValueError as error:
             raise UsageError(
                 f"the attention of {type(model.model).__name__} cannot be looked at: {error}", _ORDINARY
@@ -263,16 +259,17 @@ class Watch:
     def _attention(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        unusual = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-        unusual += ["a mask of its own"] * (attention_mask is not None and attention_mask.is_floating_point())
-        if unusual:
-            raise UsageError(f"the attention uses {unusual[0]}", _ORDINARY)
+        if (what := unserved(attention_mask, kwargs)) is not None:
+            raise UsageError(f"the attention uses {what}", _ORDINARY)
+        scores, scale = Scores.asked(kwargs), query.shape[-1] ** -0.5 if scaling is None else scaling
         if self._layer is not None:
-            self._layer.window = kwargs.get("sliding_window") or 0
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            # A layer's tensors are loaded for it alone, and what was seen of it is looked at later.
+            self._layer.scores = scores._replace(sinks=None if scores.sinks is None else scores.sinks.detach().clone())
             self._layer.add(query, key, value, scale, self._keeps, self._number)
         if self._instead is not None:
             key, value = (x.to(key.dtype) for x in self._instead)
+        if scores.absolute:  # the mask has the window
+            return attend(query, key, value, attention_mask, scale, scores).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
@@ -280,6 +277,13 @@ def rotary_dim(model: LayerByLayer, shape: AttentionShape) -> int:
     """Return how many channels RoPE turns, from the cosines that the layers get; all of them if it does its work out of sight."""
     embeddings = model.argument("position_embeddings")
     if isinstance(embeddings, tuple) and isinstance(embeddings[0], Tensor):
-        return min(embeddings[0].shape[-1], shape.head_dim)
+        cosines = embeddings[0]
+        pairs = cosines.unflatten(-1, (-1, 2) if shape.interleaved else (2, -1)).movedim(
+            -1 if shape.interleaved else -2, 0
+        )
+        each = (
+            1 if torch.equal(*pairs) else 2
+        )  # most classes give both channels of a pair its cosine, some (gpt-oss) one
+        return min(each * cosines.shape[-1], shape.head_dim)
     uses = getattr(model.model.config.get_text_config(), "rope_parameters", None)
     return shape.head_dim if uses else 0

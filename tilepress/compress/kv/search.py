@@ -81,7 +81,9 @@ class Search:
         for sample, given, out in zip(self.samples, self.weights, self.exact, strict=True):
             off = torch.einsum("whgnd,whtd->whgnt", out, sample.value) * -2
             off += sample.value.square().sum(-1)[:, :, None, None] + out.square().sum(-1)[..., None]
-            met = given.square() * off.clamp(min=0)
+            cap = self.seen.scores.softcap  # beneath it an error reaches the weights by its slope
+            slope = 1 - (self.seen.scores.capped(raw_scores(sample, self.seen)) / cap).square() if cap else 1.0
+            met = (given * slope).square() * off.clamp(min=0)
             met[..., 0] = 0
             of_windows = torch.einsum("whgn,whgnd->whd", met.sum(-1), sample.query.square())
             for power in of_windows:  # one by one: sums do not depend on which came together
@@ -218,10 +220,15 @@ def attend(sample: Sample, seen: LayerSeen, given: Tensor | None = None) -> Tens
 
 def weights(sample: Sample, seen: LayerSeen) -> Tensor:
     """Return the attention that the sample's queries give each token: [windows, KV heads, queries per KV head, n, tokens] float32."""
-    scores = torch.einsum("whgnd,whtd->whgnt", sample.query, sample.key) * seen.scaling
     behind = sample.positions[..., None] - torch.arange(sample.key.shape[2], device=sample.key.device)
-    hidden = (behind < 0) | (behind >= seen.window) if seen.window else behind < 0
-    return scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    window = seen.scores.window or sample.key.shape[2]
+    is_seen = (behind >= 0) & (behind < window)
+    return seen.scores.weights(raw_scores(sample, seen), is_seen[:, None, None])
+
+
+def raw_scores(sample: Sample, seen: LayerSeen) -> Tensor:
+    """Return the scores of the sample's queries as their products and the scale give them: [windows, KV heads, queries per KV head, n, tokens]."""
+    return torch.einsum("whgnd,whtd->whgnt", sample.query, sample.key) * seen.scaling
 
 
 Mean = Callable[[list[Tensor]], Tensor]  # of what each sampled window gives, those of all ranks

@@ -92,6 +92,14 @@ class LayerByLayer:
             )
         return found[0][0].cpu()
 
+    def attend_by(self, implementation: str) -> None:
+        """Let layers attend by a function that is registered with transformers, and get the masks that go with it. Raises ValueError for a model that takes
+        none."""
+        self.model.set_attn_implementation(implementation)
+        lengths, self._arguments = list(self._arguments), {}
+        for length in lengths:
+            self.embed(torch.zeros(length, dtype=torch.long))
+
     def run(self, layer: str, hidden: Tensor, twin: nn.Module | None = None, grad: bool = False) -> Tensor:
         """Return a loaded layer's output for hidden states [1, tokens, hidden] of a length that `embed` has seen; or that of a `twin` of it."""
         args, kwargs = self._arguments[hidden.shape[1]][self.layers.index(layer)]

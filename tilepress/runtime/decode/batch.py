@@ -89,7 +89,7 @@ class Batch:
                 sequences, dtype=torch.int64, device=self.device
             )  # that the next step begins with
             self.positions = torch.full_like(self.tokens, -1)  # where they go; -1: no sequence
-        self._served = self.decoder.paths() | self.cache.paths(self.decoder.dtype, self.decoder.turns is not None)
+        self._served = self.decoder.paths() | self.cache.paths(self.decoder)
         captures = self.device.type == "cuda" and not references(self._served)
         if graphs and not captures:
             raise UsageError("CUDA graphs need a card, and kernels for the whole step", "leave graphs out")

@@ -18,6 +18,7 @@ from tilepress.formats.kv_calibration import KVCalibration, uncalibrated
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
 from tilepress.kernels import decode_attention, rope_append
 from tilepress.kernels.arch import Path
+from tilepress.models.attention import attend
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
 from tilepress.runtime.decode.decoder import Decoder
@@ -86,10 +87,10 @@ class PagedSequences:
         """Return the step of the first `lengths` int64 [count] tokens of some sequences int64 [count], in `size` rows each: rows behind a sequence's end
         store nothing, and attend to its tokens and zeros."""
         at = torch.arange(size, device=self.device)
-        table = self.table[sequences]
+        table, is_behind = self.table[sequences], at >= lengths[:, None]
         slots = table.long()[:, at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS
-        slots = slots.masked_fill(at >= lengths[:, None], -1)
-        return Step(at.repeat(len(sequences)), slots.flatten(), table, lengths.int(), size)
+        positions, slots = (x.masked_fill(is_behind, -1).flatten() for x in (at.expand_as(slots), slots))
+        return Step(positions, slots, table, lengths.int(), size)
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, turns, layer, step: Step) -> Tensor:
         """Append the rows of layer `number` and return their attention [rows, heads, D].
@@ -97,12 +98,16 @@ class PagedSequences:
         query [rows, heads, D], key and value [rows, KV heads, D] are as projections give them; turns are cos and sin [rows, rotary / 2] or None; layer is a
         decoder.Layer."""
         rope = None if turns is None else Rope(*turns, layer.head_norms, layer.head_eps)
-        folded = step.length is None and rope is not None
+        folded = step.length is None and rope is not None and not layer.scores.absolute
         query = self.pool.append(number, query, key, value, step.slots, rope, folded)
         if step.length is None:
-            return self.pool.decode(number, query, step.table, step.seq_lens, layer.scale, folded)
+            return self.pool.decode(number, query, step.table, step.seq_lens, layer.scale, folded, layer.scores)
         query = query.unflatten(0, (len(step.table), -1)).transpose(1, 2)
-        found = self.pool.prefill(number, query, step.table, step.seq_lens, step.length, layer.scale)
+        # Rows behind a sequence's end are the causal mask's business, except for the op, whose rows are a sequence's last.
+        by_op = layer.scores.absolute or 0 < layer.scores.window < step.length
+        positions = step.positions.view(len(query), -1) if by_op else None
+        how = step.length, layer.scale, positions, layer.scores
+        found = self.pool.prefill(number, query, step.table, step.seq_lens, *how)
         return found.transpose(1, 2).flatten(0, 1)
 
     @property
@@ -113,10 +118,11 @@ class PagedSequences:
     def name(self) -> str:
         return f"{self.calibration.name}, paged"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
-        """Return which implementation serves how many layers; `turns`: by RoPE."""
-        fused = len(self.calibration.layers) if turns else 0
-        return attention.paths(self.calibration, self.device, dtype, fused)
+    def paths(self, decoder: Decoder) -> dict[Path | str, int]:
+        """Return which implementation serves how many layers of a pass."""
+        fused = 0 if decoder.turns is None else len(decoder.layers)
+        extras = {number: layer.scores.extras for number, layer in enumerate(decoder.layers)}
+        return attention.paths(self.calibration, self.device, decoder.dtype, fused, extras)
 
 
 class ContiguousSequences:
@@ -164,9 +170,13 @@ class ContiguousSequences:
             sequences = step.slots.unflatten(0, (len(step.seq_lens), -1))[:, 0]
             held = (x[sequences, :, : step.length] for x in (keys, values))
             query = query.unflatten(0, (len(sequences), -1)).transpose(1, 2)
-            return attention.attention(query, *held, layer.scale).transpose(1, 2).flatten(0, 1)
-        seen = torch.arange(keys.shape[2], device=self.device) <= step.positions.clamp(min=0)[:, None]
+            return attention.attention(query, *held, layer.scale, None, layer.scores).transpose(1, 2).flatten(0, 1)
+        behind = step.positions.clamp(min=0)[:, None] - torch.arange(keys.shape[2], device=self.device)
+        seen = (behind >= 0) & (behind < layer.scores.window) if layer.scores.window else behind >= 0
         mask, rows = seen[:, None, None], len(query)
+        if layer.scores.absolute:
+            whole = query[:, :, None], keys[:rows], values[:rows]
+            return attend(*whole, mask, layer.scale, layer.scores)[:, :, 0]
         # Query heads that share a KV head are rows of one head here: with a mask torch has no fast kernel for groups.
         grouped = query.unflatten(1, (key.shape[1], -1))
         found = scaled_dot_product_attention(grouped, keys[:rows], values[:rows], attn_mask=mask, scale=layer.scale)
@@ -181,7 +191,7 @@ class ContiguousSequences:
     def name(self) -> str:
         return f"{str(self.memory.dtype).removeprefix('torch.')}, contiguous"
 
-    def paths(self, dtype: torch.dtype, turns: bool) -> dict[Path | str, int]:
+    def paths(self, decoder: Decoder) -> dict[Path | str, int]:
         """Return which implementation serves how many layers."""
         return {f"torch attention on {self.device.type}": len(self.memory)}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from tilepress.kernels.arch import Path
+from tilepress.models.attention import Scores
 from tilepress.models.families import HALVES, LEARNED, RMS_PLUS_ONE, Family, family_of, heads_of, part
 from tilepress.runtime.half import fast_products
 from tilepress.runtime.linear.between import Activation, Norm, quantizes_by, takes_codes
@@ -46,10 +47,6 @@ def why_not(model: nn.Module, max_len: int) -> str | None:
         return f"{type(model).__name__} with other parts before or behind its layers"
     if family.positions == HALVES and (kinds := set(_rope_types(body).values()) & set(_CHANGING_ROPE)):
         return f"{min(kinds)} RoPE"
-    windows = getattr(config, "sliding_window", None) or max_len
-    types = getattr(config, "layer_types", None)
-    if windows < max_len and (types is None or "sliding_attention" in types):
-        return f"windows of {windows} tokens slide within {max_len}"
     return None
 
 
@@ -84,6 +81,7 @@ class Layer:
     head_eps: float
     turns: str | None  # which of the decoder's cosines and sines are this layer's
     scale: float  # of scores
+    scores: Scores  # what else becomes of them
     out: nn.Module
     after_attention: nn.Module | None  # a norm of what attention gives
     mlp_norm: Norm
@@ -93,13 +91,17 @@ class Layer:
     after_mlp: nn.Module | None  # a norm of what the MLP gives
 
     @classmethod
-    def of(cls, layer: nn.Module, family: Family, sizes: tuple[int, int, int], kinds: Iterable[str | None]) -> "Layer":
-        """A decoder layer of a family, with what has one input merged; `kinds` of layers have cosines and sines of their own."""
+    def of(
+        cls, layer: nn.Module, family: Family, sizes: tuple[int, int, int], kinds: Iterable[str | None], max_len: int
+    ) -> "Layer":
+        """A decoder layer of a family, with what has one input merged; `kinds` of layers have cosines and sines of their own, and windows of `max_len` tokens
+        are none."""
         names, attention = family.names, part(layer, family.names.attention)
         kind = getattr(attention, "layer_type", None)
         norms = [getattr(attention, name) for name in names.head_norms]
         own = family.norm == RMS_PLUS_ONE
         qkv, inner = part(layer, names.merged_qkv), part(layer, names.merged_inner)
+        scores = Scores.of(attention, family)
         return cls(
             attention_norm=Norm(part(layer, names.input_norm), family.norm),
             qkv=qkv or merge([getattr(attention, name) for name in names.qkv]),
@@ -109,6 +111,7 @@ class Layer:
             head_eps=0.0 if own or not norms else norms[0].variance_epsilon,
             turns=kind if kind in kinds else None,
             scale=attention.scaling,
+            scores=scores if scores.window < max_len else scores._replace(window=0),
             out=getattr(attention, names.out),
             after_attention=names.after_attention and part(layer, names.after_attention),
             mlp_norm=Norm(part(layer, names.mlp_norm), family.norm),
@@ -164,7 +167,9 @@ class Decoder:
             self.final_norm = Norm(part(body, names.final_norm), family.norm)
             self.embedded_positions = part(body, names.positions) if family.positions == LEARNED else None
             self.turns = self._tables(body, max_len) if family.positions == HALVES else None
-            self.layers = [Layer.of(layer, family, sizes, self.turns or ()) for layer in part(body, names.layers)]
+            kinds = self.turns or ()
+            self.layers = [Layer.of(layer, family, sizes, kinds, max_len) for layer in part(body, names.layers)]
+        self.logit_cap = getattr(model.config, family.logit_cap, None) if family.logit_cap else None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the memory of what was merged
 
@@ -197,7 +202,8 @@ class Decoder:
         with fast_products(self.dtype, self.device):
             for number, layer in enumerate(self.layers):
                 x, residual = layer.forward(x, residual, attend, number)
-            return self.final_norm.into(self.lm_head, x[last], residual[last])[0]
+            logits = self.final_norm.into(self.lm_head, x[last], residual[last])[0]
+        return torch.tanh(logits / self.logit_cap) * self.logit_cap if self.logit_cap else logits
 
     @property
     def bytes_of_a_row(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.kernels.kv_cache import KINDS
+from tilepress.models.attention import Scores
 from tilepress.models.families import RMS, family_of, heads_of
 from tilepress.runtime.attention import Rope
 from tilepress.runtime.hf.subclasses import change_forward
@@ -75,19 +76,11 @@ def forward(
         (query, key), norms = [norm(x) for norm, x in zip(norms, (query, key), strict=True)], []
     cos, sin = (x[..., : x.shape[-1] // 2] for x in position_embeddings)
     rope = Rope(cos, sin, tuple(norm.weight for norm in norms), norms[0].variance_epsilon) if norms else Rope(cos, sin)
-    query = cache.rope_append(self.layer_idx, query, key, value, rope)
-    folded = query.shape[1] == 1
-    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded, window_of(self))
+    scores = Scores.of(self, self.family)
+    folded = query.shape[1] == 1 and not scores.absolute
+    query = cache.rope_append(self.layer_idx, query, key, value, rope, folded)
+    out = cache.attend(self.layer_idx, query.transpose(1, 2), self.scaling, folded, scores)
     return getattr(self, names.out)(out.flatten(2)), None
-
-
-def window_of(attention: nn.Module) -> int:
-    """Return how many tokens a query of an attention module sees, 0 for all: the layer's own number, or the config's, as transformers' classes have it."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window or 0
-    config = attention.config
-    # Classes without a number of their own that know windows (Mistral, Phi-3, Mixtral) have it in their config's class.
-    return (getattr(config, "sliding_window", None) or 0) if hasattr(type(config), "sliding_window") else 0
 
 
 def _serves(hidden_states: Tensor, cache) -> bool:

@@ -22,10 +22,10 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
 from tilepress.kernels.arch import Path
+from tilepress.models.attention import PLAIN, Scores, attend, unserved
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
 from tilepress.runtime.hf import fused_attention, hooks
-from tilepress.runtime.hf.fused_attention import window_of
 
 ATTENTION = "tilepress_kv"
 
@@ -164,13 +164,14 @@ class PagedCache(Cache):
         key: Tensor,  # [batch, positions, KV heads, D]
         value: Tensor,  # [batch, positions, KV heads, D]
         rope: Rope,  # cos and sin [batch or 1, positions, rotary / 2]
+        fold: bool,
     ) -> Tensor:
-        """Store the positions that `begin` announced after norms and RoPE, and return the query after them, in the shape that it has; the query of one
-        position comes folded, as `attend` takes it."""
+        """Store the positions that `begin` announced after norms and RoPE, and return the query after them, in the shape that it has; with `fold` as
+        `attend` takes it `folded`."""
         self._expect(layer, key, value)
         rows = [x.flatten(0, 1) for x in (query, key, value)]
         cos, sin = (x.expand(len(query), -1, -1).flatten(0, 1) for x in rope[:2])
-        slots, fold = self.announced(key.device).slots, query.shape[1] == 1
+        slots = self.announced(key.device).slots
         out = self.pool.append(layer, *rows, slots, rope._replace(cos=cos, sin=sin), fold)
         self._awaited.remove(layer)
         return out.view(query.shape)
@@ -186,15 +187,15 @@ class PagedCache(Cache):
             check_finite(layer, key, value)
         self.pool.move(layer, key.device)
 
-    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False, window: int = 0) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scale: float, folded: bool = False, scores: Scores = PLAIN) -> Tensor:
         """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D] of the positions that `begin` announced. With `folded`
-        a query of one position has the keys' scale and rotation already, with `window` a query sees so many tokens."""
+        a query of one position has the keys' scale and rotation already."""
         positions, _, table, seq_lens = self.announced(query.device)
         if query.shape[2] == 1:
-            return self.pool.decode(layer, query[:, :, 0], table, seq_lens, scale, folded, window)[:, None]
+            return self.pool.decode(layer, query[:, :, 0], table, seq_lens, scale, folded, scores)[:, None]
         # What a padded query gives is not used.
         padded = positions if self.padded else None
-        found = self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded, window)
+        found = self.pool.prefill(layer, query, table, seq_lens, max(self.lengths), scale, padded, scores)
         return found.transpose(1, 2)
 
     def free(self) -> None:
@@ -257,6 +258,7 @@ class KVState:
     mode: str = "cache"  # cache: of passes that keep one | sim: passes without a cache quantize and dequantize | off
     active: dict[int, PagedCache] = field(default_factory=dict)  # of each thread, while its pass runs
     sides: dict = field(default_factory=dict)  # moved to the devices where they are needed
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # layers' `Scores.extras`, where a pass told them
 
     @property
     def current(self) -> PagedCache | None:
@@ -344,8 +346,9 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
     """Return the attention [batch, positions, heads, D] of query [batch, heads, positions, D], and None in place of its weights."""
     state: KVState | None = getattr(module, "kv_state", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if state is not None and (attention_mask is not None and attention_mask.is_floating_point()):
-        raise UsageError(f"{type(module).__name__} has a mask of its own", "load the model with kv=False")
+    if state is not None and (what := unserved(attention_mask, kwargs)) is not None:
+        raise UsageError(f"{type(module).__name__} has {what}", "load the model with kv=False")
+    scores = Scores.asked(kwargs)
     cache = state and state.current
     if cache is not None:
         appended, cache.appended = cache.appended, None
@@ -353,9 +356,13 @@ def _attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask
             raise UsageError(
                 f"{type(module).__name__} attends to other keys or values than it keeps", "load the model with kv=False"
             )
-        return cache.attend(module.layer_idx, query, scaling, window=kwargs.get("sliding_window") or 0), None
+        state.asked[module.layer_idx] = scores.extras
+        return cache.attend(module.layer_idx, query, scaling, scores=scores), None
     if state is not None and state.mode == "sim":
         key, value = simulated(state, module.layer_idx, key, value)
+    if scores.absolute:  # the mask has the window
+        found = attend(query, key, value, attention_mask, scaling, scores, kwargs.get("dropout", 0.0))
+        return found.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
@@ -380,9 +387,10 @@ def paths(model: torch.nn.Module, mode: str) -> dict[Path | str, int]:
     """Return which implementation serves how many layers in a mode of the cache."""
     calibration, device = model.kv_state.calibration, next(model.parameters()).device
     if mode == "cache":
-        windows = {
-            m.layer_idx: window_of(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")
-        }
-        return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)), windows)
+        layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")]
+        asked = {
+            layer.layer_idx: Scores.of(layer, getattr(layer, "family", None)).extras for layer in layers
+        } | model.kv_state.asked
+        return attention.paths(calibration, device, model.dtype, len(fused_attention.modules(model)), asked)
     quantized = f"of keys and values through {calibration.name} and back " if mode == "sim" else ""
     return {f"torch attention {quantized}on {device.type}": len(calibration.layers)}
