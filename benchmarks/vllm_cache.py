@@ -9,7 +9,8 @@ runs in a process of its own. As many start together as the card has room for, a
 another, as vllm_decode.py does it; a row's `over_same_weights_bf16_kv` and `over_dense_bf16` compare with the forms that
 they name. Answers are greedy, with log-probabilities, to prompts that all forms get, several at a time: `answers` has how
 far those of each form lie from another one's, as far as both chose the same tokens. `demo` is the trained model that the
-package has. Weights and caches that exist in --work are not made again; caches are calibrated on MODEL.jsonl.
+package has. Weights and caches that exist in --work are not made again; caches are calibrated on MODEL.jsonl. Figures
+that --work has of other forms, from an earlier call, count too.
 """
 
 import argparse
@@ -33,8 +34,8 @@ VLLMS = {  # caches of vLLM's: bytes, parts of those in 16 bits, at most
 }
 OURS = {"tilepress-int4": (["--bits", "4"], 0.3), "tilepress-int8": (["--bits", "8"], 0.55)}
 CASES = "1x2048,16x8192"  # batch and context
-FORMS = "dense+bf16,dense+tilepress-int4,dense+fp8,dense+turboquant_4bit_nc,dense+tilepress-int4/eager"
-BESIDE = 6 << 30  # bytes of an engine beside its weights and its cache
+FORMS = "dense+bf16,dense+tilepress-int4,dense+fp8,dense+turboquant_4bit_nc"
+BESIDE = 5 << 30  # bytes of an engine beside its weights and its cache
 ASKED = (5, 64, 65, 130, 300, 700, 1100, 1500)  # tokens of prompts that are answered
 ANSWER = 24
 
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--forms", default=FORMS)
     parser.add_argument("--cases", default=CASES, help="BATCHxCONTEXT")
     parser.add_argument("--untimed", action="store_true", help="compare answers only")
-    parser.add_argument("--room", type=float, default=72.0, help="gigabytes of the card that engines take together")
+    parser.add_argument("--room", type=float, default=76.0, help="gigabytes of the card that engines take together")
     parser.add_argument("--output", type=Path, default=Path("vllm_cache.json"))
     parser.add_argument("--prepare", type=float, default=200.0, help="seconds for what is missing to be made")
     parser.add_argument("--start", type=float, default=240.0, help="seconds for engines that start together")
@@ -174,7 +175,7 @@ def main() -> None:
     if asked.model == "demo":
         from tilepress import demo
 
-        model, text = demo.MODEL, text or demo.MODEL.parent / "text.jsonl"
+        model, text, asked.work = demo.MODEL, text or demo.MODEL.parent / "text.jsonl", asked.work / "demo"
     text = text or model.with_name(model.name + ".jsonl")
     cases = [tuple(map(int, case.split("x"))) for case in asked.cases.split(",")]
     if asked.one:
@@ -182,15 +183,16 @@ def main() -> None:
     asked.work.mkdir(parents=True, exist_ok=True)
     forms = [Form(name, model, asked.work) for name in asked.forms.split(",")]
     prepare(forms, model, text, time.monotonic() + asked.prepare)
-    env, found, notes = (
-        environment(),
-        {},
-        {form.name: "was not made" for form in forms if not (form.folder / "config.json").exists()},
-    )
+    env, found = environment(), {}
+    for part in map(json.loads, [file.read_text() for file in asked.work.glob("*+*.json")]):
+        found[part.pop("form")] = part
+    for form in forms:
+        found.pop(form.name, None)
+        form.part.unlink(missing_ok=True)
+    notes = {form.name: "was not made" for form in forms if not (form.folder / "config.json").exists()}
     for together in waves([form for form in forms if form.name not in notes], cases, int(asked.room * 1e9)):
         running = {}
         for form in together:
-            form.part.unlink(missing_ok=True)
             words = [__file__, *sys.argv[1:], "--one", form.name]
             running[form] = child(words, form.log, TILEPRESS_VLLM_KV="packed" if form.kv in OURS else "plain")
         end = time.monotonic() + asked.start
@@ -200,15 +202,18 @@ def main() -> None:
                 if not ready[form]:
                     raise TimeoutError(f"no engine, see {form.log.name}")
                 process.communicate("go\n", timeout=asked.timeout)
-                found[form.name] = json.loads(form.part.read_text())
-            except (subprocess.SubprocessError, OSError, ValueError) as error:
+                if process.returncode:
+                    raise ChildProcessError(f"ended with {process.returncode}, see {form.log.name}")
+            except (subprocess.SubprocessError, OSError) as error:
                 notes[form.name] = repr(error)
             process.kill()
             process.wait()
+            if form.part.exists():  # what it had before it ended
+                found[form.name] = json.loads(form.part.read_text())
             sizes = {name: part["token_bytes"] for name, part in found.items()}
             told = {"env": env, "failed": notes, "token_bytes": sizes, "answers": compare(found), "rows": rows(found)}
             asked.output.write_text(json.dumps(told, indent=1) + "\n")
-            print(form.name, notes.get(form.name) or f"started in {found[form.name]['started_s']:.0f} s", flush=True)
+            print(form.name, notes.get(form.name, "was measured"), flush=True)
     for pair, gaps in compare(found).items():
         print(pair, {name: round(value, 4) for name, value in gaps.items()})
     for row in rows(found):
@@ -223,7 +228,8 @@ def run(form: Form, cases: list[tuple[int, int]], is_untimed: bool) -> None:
     cache = form.cache_bytes(cases)
     llm, started = engine(str(form.folder), cases, cache, **form.options)
     blocks = llm.llm_engine.vllm_config.cache_config
-    found = {"started_s": started, "token_bytes": cache / blocks.num_gpu_blocks / blocks.block_size}
+    token_bytes = cache / blocks.num_gpu_blocks / blocks.block_size
+    found = {"form": form.name, "started_s": started, "token_bytes": token_bytes}
     found["answers"] = answers(llm)
     form.part.write_text(json.dumps(found))
     if not (is_untimed or form.is_eager):
