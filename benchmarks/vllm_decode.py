@@ -43,7 +43,7 @@ ENVIRONMENT = {
 }
 KINDS = {  # of kernels, by words of their names; the first that fits
     "ours": ("tiled_", "tilepress", "w8a8_", "w8a16_", "fused_quant"),
-    "attention": ("flash", "attn", "attention", "reshape_and_cache", "cutlass::device_kernel<flash"),
+    "attention": ("flash", "attn", "attention", "reshape_and_cache", "kv_append", "cutlass::device_kernel<flash"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "gemv", "splitk", "scaled_mm"),
 }
 
@@ -52,33 +52,39 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in kernel.lower() for word in words)), "rest")
 
 
-def measure(folder: str, weights: str) -> dict:
-    """Return the figures of one form: `decode` rows with batch, context and tpot_ms, `first` with context and ttft_ms.
+def engine(folder: str, cases: tuple[tuple[int, int], ...] = CASES, cache: int = CACHE, **options):
+    """Return vLLM's engine, with room for all cases, and the seconds that it took to start.
 
-    Says "ready" when the engine has started, and measures as soon as a line comes in."""
-    from torch.profiler import ProfilerActivity, profile
-    from vllm import LLM, SamplingParams
+    Says "ready" then, and goes on as soon as a line comes in."""
+    from vllm import LLM
 
-    most = max(context for _, context in CASES) + LONG + 8
     began = time.perf_counter()
-    llm = LLM(
-        model=folder,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        max_model_len=max(most, max(FIRST) + 8),
-        max_num_seqs=max(batch for batch, _ in CASES),
-        gpu_memory_utilization=0.1,  # what the engines find beside one another; the cache's size is given
-        kv_cache_memory_bytes=CACHE,
-        compilation_config={
-            "cudagraph_capture_sizes": sorted({batch for batch, _ in CASES} | {n for n in FIRST if n <= 512})
-        },
-        enable_prefix_caching=True,
-        seed=0,
-    )
-    vocabulary, numbers = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
+    most = max(context for _, context in cases) + LONG + 8
+    sizes = {batch for batch, _ in cases} | {n for n in FIRST if n <= 512}
+    settings = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(most, max(FIRST) + 8),
+        "max_num_seqs": max(batch for batch, _ in cases),
+        "gpu_memory_utilization": 0.1,  # what the engines find beside one another; the cache's size is given
+        "kv_cache_memory_bytes": cache,
+        "compilation_config": {"cudagraph_capture_sizes": sorted(sizes)},
+        "enable_prefix_caching": True,
+        "seed": 0,
+    }
+    llm = LLM(model=folder, **settings | options)
     started = time.perf_counter() - began
     print("ready", flush=True)
     sys.stdin.readline()
+    return llm, started
+
+
+def measure(llm, cases: tuple[tuple[int, int], ...] = CASES) -> dict:
+    """Return an engine's figures: `decode` rows with batch, context and tpot_ms, `first` with context and ttft_ms."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    vocabulary, numbers = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
 
     def prompts(count: int, length: int) -> list[dict]:
         return [{"prompt_token_ids": [numbers.randrange(3, vocabulary) for _ in range(length)]} for _ in range(count)]
@@ -96,7 +102,7 @@ def measure(folder: str, weights: str) -> dict:
         return Counter({event.key: event.self_device_time_total / 1e3 for event in found.key_averages()})
 
     decode, first = [], []
-    for batch, context in CASES:
+    for batch, context in cases:
         asked = prompts(batch, context)
         seconds(asked, SHORT)  # fills the prefix cache
         found = [(seconds(asked, LONG) - seconds(asked, SHORT)) / (LONG - SHORT) for _ in range(RUNS)]
@@ -113,12 +119,12 @@ def measure(folder: str, weights: str) -> dict:
     for context in FIRST:
         found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(RUNS + 1))][1:]
         first.append({"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)})
-    return {"weights": weights, "started_s": started, "decode": decode, "first": first}
+    return {"decode": decode, "first": first}
 
 
 def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "tilepress", "compress", words[0], model, "-o", str(folder), *words[1:]]
-    return subprocess.Popen([*command, "--device", "cuda", "-q"])
+    return subprocess.Popen([*command, "--device", "auto", "-q"])
 
 
 def rows(found: list[dict]) -> list[dict]:
@@ -146,7 +152,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        asked.output.write_text(json.dumps(measure(asked.model, asked.one)))
+        llm, started = engine(asked.model)
+        asked.output.write_text(json.dumps({"weights": asked.one, "started_s": started} | measure(llm)))
         os._exit(0)  # an engine's own end takes long and says much
     forms = {form: Path(asked.model) if FORMS[form] is None else asked.work / form for form in asked.forms.split(",")}
     asked.work.mkdir(parents=True, exist_ok=True)
@@ -174,10 +181,13 @@ def main() -> None:
 def start(form: str, folder: Path, work: Path) -> subprocess.Popen:
     """Start the process that measures one form; what it has to say goes to a log beside its figures."""
     (part := work / f"{form}.json").unlink(missing_ok=True)
-    words = [sys.executable, __file__, str(folder), "--one", form, "--output", str(part)]
-    with open(work / f"{form}.log", "w") as log:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        return subprocess.Popen(words, env=ENVIRONMENT | os.environ, **pipes)
+    return child([__file__, str(folder), "--one", form, "--output", str(part)], work / f"{form}.log")
+
+
+def child(words: list[str], log: Path, **environment: str) -> subprocess.Popen:
+    with open(log, "w") as file:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
+        return subprocess.Popen([sys.executable, *words], env=ENVIRONMENT | os.environ | environment, **pipes)
 
 
 def wait_until_ready(process: subprocess.Popen, end: float) -> bool:

@@ -28,6 +28,7 @@ _COMBINE_TAKES = (
 # Tiles of a warp, warps for rows and warps for tokens, by the rows of a block.
 _SHAPES = {8: (1, 1, 4), 16: (2, 1, 4), 32: (2, 2, 2), 64: (2, 4, 1)}
 _SHAPES_OF_WIDE_HEADS = {8: (1, 1, 4), 16: (1, 2, 2), 32: (1, 4, 1)}
+ROWS = tuple(_SHAPES)
 _MOST_SPLITS = 32  # a warp's lanes look at them
 _WAVES = 4  # blocks for each multiprocessor, where there is work for so many
 _LEAST_UNITS = 4  # of a part, for each warp: LEAST in the kernel

@@ -22,6 +22,7 @@ from tilepress.formats import TilepressError, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.kv_calibration import CachedLayer, KVCalibration, Side
 from tilepress.formats.kv_int4 import KVFormat, forms_of
+from tilepress.kernels import arch, jit
 from tilepress.runtime.vllm import attention, cache
 
 # Of log-probabilities: at most, and on average. A rounding elsewhere tips a stored number from one code to the next here and there, and attention of
@@ -34,9 +35,11 @@ WORDS = [3 + 7 * i % 250 for i in range(2000)]
 
 @pytest.fixture(scope="module", autouse=True)
 def room():
-    """The tests say how much memory a cache has."""
+    """The tests say how much memory a cache has, and ask for it on a card."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_CPU_KVCACHE_SPACE")
+        if CARD:
+            patch.setenv(cache.SWITCH, "packed")
         yield
 
 
@@ -225,11 +228,14 @@ def test_w8a8_weights_and_what_4_bits_save(checkpoint_of, tmp_path, monkeypatch)
         llm = engine(tmp_path / "out", dtype="bfloat16", kv_cache_memory_bytes=1 << 24)
         layer, config = model_of(llm).model.layers[0].self_attn.attn, llm.llm_engine.vllm_config.cache_config
         assert CARD or layer.attn_backend.get_name() == backend
-        model, prompts = tilepress.load(tmp_path / "out", dtype=torch.float32, kv=not switch), [WORDS[:70], WORDS[:5]]
+        model, prompts = (
+            tilepress.load(tmp_path / "out", dtype=torch.float32, kv=switch != "plain"),
+            [WORDS[:70], WORDS[:5]],
+        )
         assert_as(model, prompts, generate(llm, prompts), 0.25)  # bfloat16 against float32
         return config.num_gpu_blocks * config.block_size
 
-    ours = tokens("", "TILEPRESS")
+    ours = tokens("packed" if CARD else "", "TILEPRESS")
     gc.collect()  # an engine that goes takes vLLM's groups of ranks with it, from the next one too
     assert ours >= 3.3 * tokens("plain", "CPU_ATTN")
 
@@ -355,16 +361,11 @@ def test_other_layers_keep_their_cache(made):
     assert cache.cache_for(asked_of(made()), LAYER | {"prefix": "model.layers.4.self_attn.attn"}) is None
 
 
-def builder(tokens: int = 1, drafts: int = 0, asynchronous: bool = False) -> attention.PackedMetadataBuilder:
-    spec = SimpleNamespace(block_size=64)
-    speculation = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
-    config = SimpleNamespace(
-        speculative_config=speculation,
-        scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=asynchronous),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        use_v2_model_runner=False,
-    )
-    return attention.PackedMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+def build(asked: attention.CommonAttentionMetadata) -> attention.PackedMetadata:
+    """Return what a batch becomes; no number may be read from the card."""
+    spec, config = SimpleNamespace(block_size=64), SimpleNamespace()
+    with NothingRead():
+        return attention.PackedMetadataBuilder(spec, ["layer"], config, torch.device("cpu")).build(0, asked)
 
 
 def batch(counts: list[int], lengths: list[int], tokens: int | None = None) -> attention.CommonAttentionMetadata:
@@ -393,48 +394,38 @@ class NothingRead(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_a_decode_step_reads_nothing_from_the_card():
-    """Single queries take lengths and tables as they are; drafted tokens get each its own, in memory that stays where it is."""
-    asked = batch([1, 1, 1], [70, 5, 129])
-    with NothingRead():
-        found = builder().build(0, asked)
-    assert found.decodes == 3 and not found.prompts
+@pytest.mark.parametrize(
+    "counts,lengths,tokens,are_single",
+    [
+        ([1, 1, 1], [70, 5, 129], 3, True),
+        ([1, 1, 0, 0], [70, 5, 0, 0], 4, True),  # two requests in a graph for four
+        ([4, 4, 0], [70, 5, 0], 12, False),  # with drafts, in a graph for three
+        ([1, 1, 40, 64], [70, 5, 40, 100], 106, False),
+        ([1, 1], [70, 5], 4, False),  # rows of no sequence
+    ],
+)
+def test_a_batch_is_taken_as_it_lies_on_the_card(counts, lengths, tokens, are_single):
+    """In memory that stands still. Single queries need no word on where they lie, and get the kernel for them."""
+    asked = batch(counts, lengths, tokens)
+    found = build(asked)
+    assert found.queries == tokens and (found.starts is None) == are_single
     assert found.table.data_ptr() == asked.block_table_tensor.data_ptr()
     assert found.seq_lens.data_ptr() == asked.seq_lens.data_ptr()
-    drafting = builder(drafts=3)
-    asked = batch([4, 4, 0], [70, 5, 0], tokens=12)  # two requests in a graph for three
-    with NothingRead():
-        found = drafting.build(0, asked)
-    assert found.decodes == 12 and found.seq_lens.tolist() == [67, 68, 69, 70, 2, 3, 4, 5, 0, 0, 0, 0]
-    assert found.table[:8, 0].tolist() == [0] * 4 + [3] * 4
-    again = drafting.build(0, batch([4, 2, 1], [71, 9, 3]))
-    assert again.seq_lens.tolist() == [68, 69, 70, 71, 8, 9, 3]
-    assert again.table.data_ptr() == found.table.data_ptr() and again.seq_lens.data_ptr() == found.seq_lens.data_ptr()
-
-
-def test_prompts_come_behind_what_decodes():
-    found = builder().build(0, batch([1, 1, 40, 64], [70, 5, 40, 100]))
-    assert found.decodes == 2
-    assert [(p.rows, p.length, p.positions) for p in found.prompts] == [
-        (slice(2, 42), 40, None),
-        (slice(42, 106), 100, None),
-    ]
-    ahead = builder(drafts=3, asynchronous=True).build(0, batch([4, 40], [70, 50]))
-    (prompt,) = ahead.prompts
-    assert prompt.rows == slice(4, 44) and prompt.positions.tolist() == [list(range(10, 50))]
+    assert are_single or found.starts.data_ptr() == asked.query_start_loc.data_ptr()
 
 
 def test_graphs_hold_where_kernels_serve_every_layer(mixed, made, monkeypatch):
-    supports = attention.PackedMetadataBuilder.get_cudagraph_support
-    device = SimpleNamespace(device=torch.device("cpu"))
-    of_one_form, of_several = asked_of(made()), asked_of(mixed)
-    of_one_form.device_config = of_several.device_config = device
-    assert supports(of_one_form, None).name == "NEVER"
-    unlike = attention.decode_attention.UNLIKE
-    served = lambda device, form, dtype: None if form.key == form.value else unlike  # noqa: E731
-    monkeypatch.setattr(attention.decode_attention, "why_not", served)
-    assert supports(of_one_form, None).name == "UNIFORM_BATCH"
-    assert supports(of_several, None).name == "NEVER"
+    def support(path, dtype: torch.dtype = torch.bfloat16) -> str:
+        config = asked_of(path)
+        config.device_config, config.model_config.dtype = SimpleNamespace(device=torch.device("cpu")), dtype
+        return attention.PackedMetadataBuilder.get_cudagraph_support(config, None).name
+
+    assert support(made()) == "NEVER"
+    monkeypatch.setattr(jit, "why_not", lambda device: None)
+    monkeypatch.setattr(arch, "card", lambda device: arch.HOPPER)
+    assert support(made()) == "UNIFORM_BATCH"
+    assert support(made(), torch.float32) == "NEVER"
+    assert support(mixed) == "NEVER"  # keys unlike values: no kernel appends
 
 
 def test_constructors_are_wrapped_once():

@@ -1,10 +1,9 @@
 """Attention of vLLM over our pages: its blocks are pages of 64 tokens (formats/kv_pages.py), and all that reads or writes them are our ops.
 
-    keys and values after vLLM's RoPE -> kv_append | decoding requests: decode_attention | prompts: what the pages hold is read back (kv_read)
+    keys and values after vLLM's RoPE -> kv_append | queries -> decode_attention, whatever the batch: single tokens, drafts, pieces of prompts
 
-The scheduler keeps decoding requests in front. With speculation they bring several queries each; every query is then a sequence of its own, which shares
-the block table and ends at the query's position. In a decode step nothing is read from the card: lengths and tables stay there, in memory that
-stands still, so that a captured graph goes on to hold.
+Nothing is read from the card: lengths, tables and where each sequence's queries begin stay there, in memory that stands still, and what is launched
+follows from shapes. So a captured graph goes on to hold.
 
 An artifact's sidecar says that it has a cache, whatever its `quantization_config` says, so no quantization method of vLLM's can bring it. What every
 model does is to make attention layers: `watch` wraps their constructors, the one place of vLLM that this package changes. A layer that cache.py has a
@@ -30,15 +29,14 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.kernels import decode_attention
+from tilepress.kernels import decode_attention_mma
 from tilepress.runtime.attention import PackedLayer
 from tilepress.runtime.vllm import compat
-from tilepress.runtime.vllm.cache import cache_for, calibration_for, check_block_size
+from tilepress.runtime.vllm.cache import cache_for, calibration_for, check_block_size, why_slow
 
 
 def watch() -> None:
@@ -116,85 +114,35 @@ def spec(layer: torch.nn.Module, vllm_config: VllmConfig) -> FullAttentionSpec:
 
 @dataclass
 class PackedMetadata(AttentionMetadata):
-    """A batch: `decodes` queries in front, each with a block table and a length, then prompts."""
+    """A batch. Queries lie sequence after sequence, and each one's are its last tokens."""
 
-    decodes: int
-    table: Tensor  # int32 [decodes, pages]
-    seq_lens: Tensor  # int32 [decodes]: tokens up to the query and with it
-    prompts: list["Prompt"]
-
-
-@dataclass
-class Prompt:
-    """A request with several queries: its last tokens."""
-
-    rows: slice  # of the batch's queries
-    table: Tensor  # int32 [1, pages]
-    seq_lens: Tensor  # int32 [1]
-    length: int  # of which the host knows that it is not less
-    positions: Tensor | None  # int64 [1, rows], where `length` may be more
+    queries: int  # rows behind them are padding
+    table: Tensor  # int32 [sequences, pages]
+    seq_lens: Tensor  # int32 [sequences], the queries among them; 0 for a sequence that only fills a graph's batch up
+    starts: Tensor | None  # int32 [sequences + 1]: the rows of each sequence's queries; None: one each
 
 
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
-    """Says of each batch which queries decode, without waiting for the card."""
+    """Hands a batch on as vLLM has it on the card."""
 
-    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        # Ahead of the card the host does not know how many drafted tokens were taken: lengths are bounds then.
-        speculates = vllm_config.speculative_config is not None
-        self.knows_lengths = not (speculates and vllm_config.scheduler_config.async_scheduling)
-        self._most = vllm_config.scheduler_config.max_num_seqs * self.reorder_batch_threshold
-        self._kept: tuple[Tensor, Tensor] | None = None
+    def __init__(self, *args):
+        super().__init__(*args)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec) -> AttentionCGSupport:
-        """Return whether decode steps can be captured: where kernels serve every layer."""
-        calibration, device = calibration_for(vllm_config), vllm_config.device_config.device
-        forms = {layer.form for layer in calibration.layers}
-        missing = [
-            decode_attention.why_not(torch.device(device), form, vllm_config.model_config.dtype) for form in forms
-        ]
-        return AttentionCGSupport.NEVER if any(why is not None for why in missing) else AttentionCGSupport.UNIFORM_BATCH
+        """Return what can be captured: steps with as many queries for each sequence, where kernels serve every layer."""
+        device, dtype = torch.device(vllm_config.device_config.device), vllm_config.model_config.dtype
+        forms = {layer.form for layer in calibration_for(vllm_config).layers}
+        is_slow = any(why_slow(form, device, dtype) is not None for form in forms)
+        return AttentionCGSupport.NEVER if is_slow else AttentionCGSupport.UNIFORM_BATCH
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
         asked = common_attn_metadata
-        requests, _, decodes, _ = split_decodes_and_prefills(asked, self.reorder_batch_threshold)
-        table, seq_lens = asked.block_table_tensor[:requests], asked.seq_lens[:requests]
-        if decodes != requests:
-            table, seq_lens = self._each_query(asked, table, seq_lens, decodes)
-        return PackedMetadata(decodes, table, seq_lens, self._prompts(asked, requests))
-
-    def _each_query(
-        self, asked: CommonAttentionMetadata, table: Tensor, seq_lens: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return a block table and a length for each of the first `count` queries, 0 for those that only fill a graph's batch up."""
-        if self._kept is None:
-            rows = max(self._most, count)
-            self._kept = table.new_zeros(rows, table.shape[1]), seq_lens.new_zeros(rows)
-        tables, lengths = (kept[:count] for kept in self._kept)
-        starts = asked.query_start_loc[: len(seq_lens) + 1]
-        query = torch.arange(count, dtype=starts.dtype, device=starts.device)
-        request = torch.searchsorted(starts[1:], query, right=True).clamp(max=len(seq_lens) - 1)
-        after = starts[1:][request] - 1 - query  # queries of the same request that come behind
-        lengths.copy_(torch.where(after >= 0, seq_lens[request] - after, 0))
-        torch.index_select(table, 0, request, out=tables)
-        return tables, lengths
-
-    def _prompts(self, asked: CommonAttentionMetadata, first: int) -> list[Prompt]:
-        starts, bounds = asked.query_start_loc_cpu.tolist(), asked.seq_lens_cpu_upper_bound
-        found = []
-        for i in range(first, asked.num_reqs):
-            rows, seq_lens = slice(starts[i], starts[i + 1]), asked.seq_lens[i : i + 1]
-            if (count := rows.stop - rows.start) == 0:
-                continue
-            is_known = self.knows_lengths and bounds is not None
-            places = None if is_known else (seq_lens.long() - count + torch.arange(count, device=seq_lens.device))[None]
-            length = asked.max_seq_len if bounds is None else int(bounds[i])
-            found.append(Prompt(rows, asked.block_table_tensor[i : i + 1], seq_lens, length, places))
-        return found
+        is_single = asked.max_query_len == 1 and asked.num_actual_tokens == asked.num_reqs
+        starts = None if is_single else asked.query_start_loc
+        return PackedMetadata(asked.num_actual_tokens, asked.block_table_tensor, asked.seq_lens, starts)
 
 
 class PackedAttention(AttentionImpl[PackedMetadata]):
@@ -220,15 +168,18 @@ class PackedAttention(AttentionImpl[PackedMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Compile and load the kernels, on a page of nothing: a graph can do neither."""
+        """Compile and load the kernels, on a page of nothing: a graph can do neither, and no request should wait for it."""
         heads, size, device = self.num_kv_heads, self.cache.layer_form.page_bytes, self.cache.device
         pages = torch.zeros(1, heads, size, dtype=torch.uint8, device=device)
-        rows = torch.zeros(1, heads, self.head_size, dtype=act_dtype, device=device)
-        query = rows.new_zeros(1, self.num_heads, self.head_size)
+        row = torch.zeros(1, heads, self.head_size, dtype=act_dtype, device=device)
+        query = row.new_zeros(1, self.num_heads, self.head_size)
         table, seq_lens = torch.zeros(2, 1, 1, dtype=torch.int32, device=device)
-        self.cache.append(pages, query, rows, rows, torch.full((1,), -1, device=device), None, False)
+        self.cache.append(pages, query, row, row, torch.full((1,), -1, device=device), None, False)
         self.cache.decode(pages, query, table, seq_lens[0], self.scale)
-        self.cache.prefill(pages, query.transpose(0, 1)[None], table, seq_lens[0], 1, self.scale)
+        for rows in decode_attention_mma.ROWS:
+            queries = query.expand(max(1, rows * heads // self.num_heads), -1, -1)
+            starts = torch.tensor([0, len(queries)], dtype=torch.int32, device=device)
+            self.cache.decode(pages, queries, table, seq_lens[0], self.scale, starts=starts)
 
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store key and value [tokens, KV heads, D] of as many tokens as there are slots; -1 is none."""
@@ -249,14 +200,9 @@ class PackedAttention(AttentionImpl[PackedMetadata]):
     ) -> Tensor:
         if attn_metadata is None:  # the engine measures what a batch takes, before it has pages
             return output.fill_(0)
-        pages, batch = self._pages(kv_cache), attn_metadata
-        if batch.decodes:
-            rows = slice(batch.decodes)
-            output[rows] = self.cache.decode(pages, query[rows], batch.table, batch.seq_lens, self.scale)
-        for prompt in batch.prompts:
-            queries = query[prompt.rows].transpose(0, 1)[None]
-            of_prompt = prompt.table, prompt.seq_lens, prompt.length, self.scale, prompt.positions
-            output[prompt.rows] = self.cache.prefill(pages, queries, *of_prompt)[0].transpose(0, 1)
+        batch, rows = attn_metadata, slice(attn_metadata.queries)
+        asked = query[rows], batch.table, batch.seq_lens, self.scale
+        output[rows] = self.cache.decode(self._pages(kv_cache), *asked, starts=batch.starts)
         return output
 
     def _pages(self, kv_cache: Tensor) -> Tensor:

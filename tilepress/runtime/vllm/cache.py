@@ -17,8 +17,8 @@ from tilepress.formats import TilepressError, UsageError, kv_calibration
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.hub import locate
 from tilepress.formats.kv_calibration import CONFIG_KEY, CachedLayer, KVCalibration
-from tilepress.formats.kv_int4 import PAGE_TOKENS
-from tilepress.kernels import decode_attention
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms
+from tilepress.kernels import decode_attention, kv_cache
 from tilepress.runtime.attention import PackedLayer
 from tilepress.runtime.vllm import compat
 
@@ -136,11 +136,17 @@ def _check_layer(asked: dict, layer: CachedLayer) -> None:
         )
 
 
+def why_slow(form: Forms, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a reference appends to a cache or attends to it, or None where kernels do."""
+    paths = kv_cache.path(device, form), decode_attention.path(device, form, dtype)
+    return next((path.why for path in paths if path.is_reference), None)
+
+
 def _check_kernel(layer: CachedLayer, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UsageError for a card on which only the reference attends: it saves memory, and takes long."""
-    if (why := decode_attention.why_not(device, layer.form, dtype)) is not None:
+    """Raise UsageError for a card on which a reference serves: it saves memory, and takes long."""
+    if (why := why_slow(layer.form, device, dtype)) is not None:
         raise UsageError(
-            f"no kernel attends to a cache of {layer.form.name} here: {why}",
+            f"no kernel serves a cache of {layer.form.name} here: {why}",
             f"{SWITCH}=packed takes the reference, which is slow; `eval speed` and docs/kv_cache.md say what kernels take",
         )
 
