@@ -197,13 +197,14 @@ def test_what_is_no_result_is_refused(tiny, runs, tmp_path, cli, monkeypatch):
     for wrong in ("other.json", "missing.json", "broken.json", "half.json", ""):
         ran = cli("report", tmp_path / wrong, "-o", tmp_path / "page.html")
         assert ran.code in (1, 2) and ran.err.count("\n") == 2 and "error: " in ran.err, ran.err
+    assert not (tmp_path / "page.html").exists()
     with pytest.raises(UsageError, match="nothing to report"):
         tilepress.report([])
     gone = tilepress.report([found["pruned"] | {"model": str(tmp_path / "gone")}])
     assert gone.found.artifacts == ()
     monkeypatch.setattr(figures, "find_spec", lambda name: None)
     ran = cli("report", pruned)
-    assert ran.code == 2 and "tilepress[report]" in ran.err
+    assert ran.code == 2 and "'./tilepress[report]'" in ran.err and ran.err.count("\n") == 2
 
 
 def test_commands_write_the_page_of_what_they_did(tiny, text, tmp_path, cli):
