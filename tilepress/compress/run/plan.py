@@ -142,6 +142,10 @@ class Recipe:
         """
         return {}
 
+    def keeps_codes(self, target: Target) -> bool:
+        """Return whether a target's int8 codes and scale go as they are to a layout that keeps them, past `transform`."""
+        return False
+
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         """Compress a target [rows, cols]. The writer asks once for each target of a shard."""
         raise NotImplementedError
