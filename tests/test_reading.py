@@ -4,10 +4,13 @@ Rows of Markdown tables, lines that begin with "|", may be longer: they cannot b
 """
 
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from tilepress.formats import installing, storage
 from tilepress.kernels.arch import KERNELS
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +24,7 @@ FITTING = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 )  # one pattern more for each that fits
+TOLD = (".py", ".md", ".yaml", ".ipynb")  # files that tell people what to install
 SOURCES = [source.file for sources in KERNELS.values() for source in sources]
 
 
@@ -48,3 +52,19 @@ def test_pointers_of_a_kernel_have_dtype_and_shape(file):
 def test_a_kernel_says_what_it_is_for(file):
     first = (ROOT / "tilepress" / "kernels" / file).read_text().splitlines()[0]
     assert first.startswith("// ") and len(first.split()) > 5
+
+
+def test_installing_is_told_in_one_way():
+    """tilepress is on no index: pip would look for a bare name there, and take somebody else's package or none."""
+    folders = ("tilepress", "docs", "docs/guides", "docs/kernels", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).glob("**/*") if path.suffix in TOLD]
+    bare = [
+        str(path.relative_to(ROOT)) for path in files if re.search(r"pip install\s+'?tilepress\b", path.read_text())
+    ]
+    assert files and sorted(set(bare)) == []
+    sources = "\n".join(path.read_text() for path in (ROOT / "tilepress").rglob("*.py"))
+    named = set(re.findall(r"""installing\(["'](\w+)["']\)""", sources)) | set(storage._EXTRAS.values())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"cuda", "ray", "report", "s3", "tasks", "vllm"} == named <= extras.keys()
+    words = shlex.split(installing("vllm"), comments=True)  # as a shell takes it
+    assert words == ["pip", "install", "./tilepress[vllm]"]

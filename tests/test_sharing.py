@@ -15,6 +15,7 @@ from support.artifacts import few_words
 
 import tilepress
 from tilepress import TilepressError, UsageError
+from tilepress.formats import installing
 from tilepress.formats.checkpoint import read_manifest
 
 PERPLEXITY = {
@@ -73,7 +74,7 @@ def test_a_card_has_the_figures_and_the_artifact_stays_sound(mine):
     [
         ("llama", [tilepress.Quantize(), tilepress.KVCache()], "pip install vllm\nvllm serve DIR"),
         ("llama", [tilepress.Quantize(activations="tensor-dynamic")], "no kernel for this kind of INT8"),
-        ("llama", [tilepress.Prune(0.5)], "pip install 'tilepress[vllm]'\nvllm serve DIR"),
+        ("llama", [tilepress.Prune(0.5)], f"{installing('vllm')}\nvllm serve DIR"),
         ("llama", [tilepress.Prune(0.5, format="dense")], "pip install vllm\nvllm serve DIR"),
         ("mixtral", [tilepress.Prune(0.5)], "nothing for packed experts"),
         ("gpt2", [tilepress.Quantize()], "no kernel for this kind of INT8"),

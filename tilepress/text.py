@@ -212,7 +212,7 @@ def _excerpts(texts: Iterator[str], most: int, seed: int) -> Iterator[str]:
 def max_positions(text_config: dict) -> int | None:
     """The longest window that a model's config allows, or None where it names no limit."""
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions")
-    return longest if isinstance(longest, int) else None
+    return longest if type(longest) is int and longest > 0 else None
 
 
 def default_seqlen(text_config: dict) -> int:

@@ -83,6 +83,18 @@ def test_the_command(cli, pair, tmp_path):
     assert refused.code == 2 and "what a card holds" in refused.err
 
 
+def test_no_more_tokens_than_a_model_has_positions(cli, pair):
+    """Rotary embeddings go on beyond, but the speed would be one of a model that nobody runs; the hint names what does."""
+    source, packed = pair
+    words = ("eval", "speed", packed, "--base", source, "--batch", "1", "--new-tokens", 1, "--runs", 1, "-q")
+    longest = Checkpoint(source).config["max_position_embeddings"]
+    ran = cli(*words, "--device", "cpu", "--context", longest)
+    assert ran.code == 2 and ran.err.count("\n") == 2 and f"{longest:,} positions" in ran.err, ran.err
+    most = int(re.search(r"hint: use --context (\d+)", ran.err)[1])
+    assert Protocol(context=most, new_tokens=1).most == longest
+    assert "hint: use fewer --new-tokens" in cli(*words, "--new-tokens", longest).err
+
+
 def test_two_ranks(pair, tmp_path, two):
     """Under torchrun: one object, of both; each has half of the heads, and rates are divided by two."""
     source, packed = pair

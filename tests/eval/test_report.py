@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +15,7 @@ from support.families import byte_tokenizer
 
 import tilepress
 from tilepress import KVCache, Prune, Quantize, UsageError
-from tilepress.eval.report import figures
+from tilepress.eval.report import figures, page as page_module
 from tilepress.eval.report.gather import gather, place
 from tilepress.formats.checkpoint import read_manifest
 
@@ -180,6 +181,20 @@ def test_context_that_fits_is_what_is_left_of_a_card(runs, tiny):
     assert gather([runs[1]]).artifacts[0].kv_bytes < per_token and found.context(2) == 0
 
 
+@pytest.mark.parametrize("told,positions", [(4096, 4096), ("x", None), ([1], None), (-5, None), (True, None)])
+def test_no_sequence_is_longer_than_the_model_s_positions(tiny, tmp_path, told, positions):
+    shutil.copytree(tiny, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": told}))
+    found = gather([tmp_path / "m"]).artifacts[0]
+    fits, page = found.context(24), tilepress.report([tmp_path / "m"]).html
+    assert found.positions == positions and fits > 10 * 4096
+    cut = f"{fits // 4096:,} x 4,096"
+    assert (cut in page, f">{fits:,}<" in page) == ((True, False) if positions else (False, True))
+    short = replace(found, bytes=int(0.95 * 24 * 2**30) - 2 * 2**30 - 100 * found.kv_bytes)
+    assert page_module._context(short, 24) == "100"
+
+
 def test_a_divergence_near_the_floor_is_called_so(runs):
     _, _, int8, found = runs
     near = json.loads(json.dumps(found["int8"]))
@@ -197,13 +212,14 @@ def test_what_is_no_result_is_refused(tiny, runs, tmp_path, cli, monkeypatch):
     for wrong in ("other.json", "missing.json", "broken.json", "half.json", ""):
         ran = cli("report", tmp_path / wrong, "-o", tmp_path / "page.html")
         assert ran.code in (1, 2) and ran.err.count("\n") == 2 and "error: " in ran.err, ran.err
+    assert not (tmp_path / "page.html").exists()
     with pytest.raises(UsageError, match="nothing to report"):
         tilepress.report([])
     gone = tilepress.report([found["pruned"] | {"model": str(tmp_path / "gone")}])
     assert gone.found.artifacts == ()
     monkeypatch.setattr(figures, "find_spec", lambda name: None)
     ran = cli("report", pruned)
-    assert ran.code == 2 and "tilepress[report]" in ran.err
+    assert ran.code == 2 and "'./tilepress[report]'" in ran.err and ran.err.count("\n") == 2
 
 
 def test_commands_write_the_page_of_what_they_did(tiny, text, tmp_path, cli):

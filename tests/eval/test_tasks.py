@@ -152,7 +152,7 @@ def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli, monkeypatch
     with monkeypatch.context() as without:
         without.setattr(harness, "find_spec", lambda name: None)
         ran = cli("eval", "tasks", tiny, "--tasks", "arc_easy,hellaswag")
-        assert ran.code == 2 and "tilepress[tasks]" in ran.err and ran.err.count("\n") == 2
+        assert ran.code == 2 and "'./tilepress[tasks]'" in ran.err and ran.err.count("\n") == 2
 
 
 @pytest.fixture

@@ -34,7 +34,12 @@ _OPEN = ("ray", "format", "to", "group_size", "dtype", "what")
 _MODELS = ("model", "base", "a", "b")
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Say every step with its time, and where an unforeseen error happened.")
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Say every step with its time, every weight of a plan, and where an unforeseen error happened.",
+    ),
 ]
 LogFile = Annotated[
     Path | None,

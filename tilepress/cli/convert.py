@@ -29,7 +29,7 @@ def convert(
 
     `--to dense` gives a checkpoint that loads anywhere: sparse weights bit for bit, INT8 ones as code times scale, rounded to the model's
     dtype. The sparse layouts pack a model that another tool pruned, or one in another of them, without changing a value; but a bitmap's INT8
-    values become code times scale in Tiled-CSL, and stay as they are with `--to auto`.
+    values become code times scale in Tiled-CSL. With `--to auto` they stay, and --card groups them, like other bitmaps, for another card.
     """
     make(model, output, tilepress.Convert(to, how.ignored, card), None, how, Words("converting", _result_text))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tilepress.cli.terminal import (
     Bar,
     check_report,
     hushed,
+    is_verbose,
     left_alone,
     plain,
     quiet_libraries,
@@ -35,10 +37,22 @@ _WARNINGS_SHOWN = 5
 
 
 def plan_text(facts: dict, *told: str) -> str:
-    """Return what `--dry-run` prints of a command that writes weights, with what it has to tell itself."""
-    layers = [[t["name"], f"{t['rows']} x {t['cols']}", size(t["bytes"])] for t in facts["layers"]]
-    head = [table("", ["weight", "rows x cols", "stored now"], layers), left_alone(facts["left_alone"])]
-    return "\n".join([*head, sizes_text(facts, f"{len(layers)} weights"), *told, "  nothing was written"])
+    """Return what `--dry-run` prints of a command that writes weights, with what it has to tell itself.
+
+    Weights of one kind and shape, those of all layers, are a row; with `-v` each weight is one."""
+    kinds: dict[tuple[str, str], list[dict]] = {}
+    for weight in facts["layers"]:
+        name = weight["name"] if is_verbose() else re.sub(r"(?<=\.)\d+(?=\.)", "*", weight["name"])
+        kinds.setdefault((name, f"{weight['rows']} x {weight['cols']}"), []).append(weight)
+    rows = [
+        [name, str(len(alike)), shape, *(size(sum(each[key] for each in alike)) for key in ("bytes", "disk_bytes"))]
+        for (name, shape), alike in kinds.items()
+    ]
+    count = f"{len(facts['layers'])} weights"
+    if len(kinds) < len(facts["layers"]):
+        count += f" of {len(kinds)} kinds (-v lists each)"
+    head = [table("", ["weights", "count", "rows x cols", "now", "then, about"], rows), left_alone(facts["left_alone"])]
+    return "\n".join([*head, sizes_text(facts, count), *told, "  nothing was written"])
 
 
 def sizes_text(facts: dict, what: str) -> str:

@@ -1,12 +1,17 @@
 """`tilepress eval speed`: what a decode loop takes, and where the time goes."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilepress.cli.flags import Measuring, Model, Seed, parse_batches, parse_dtype, takes
 from tilepress.cli.measuring import begin, ranks, tell
 from tilepress.cli.terminal import cell, say, table
+from tilepress.formats import UsageError
+
+if TYPE_CHECKING:
+    from tilepress.bench.speed import Protocol
+    from tilepress.formats.checkpoint import Checkpoint
 
 EXAMPLE = "tilepress eval speed pruned --base MODEL --batch 1,16 --context 8192"
 _KERNELS_SHOWN = 6
@@ -42,7 +47,10 @@ def speed(
 
     protocol = Protocol(tuple(parse_batches(batch)), context, new_tokens, runs, chunk, seed)
     device, kind = find_device(how.device), parse_dtype(how.dtype) or "auto"
-    path = str(open_model(model, how.revision).path)
+    checkpoint = open_model(model, how.revision)
+    for each in (checkpoint, *([] if base is None else [open_model(base)])):
+        _check_room(each, protocol)
+    path = str(checkpoint.path)
     with ranks(device, how.output) as (group, is_first):
 
         def load(path: str, kv: bool):
@@ -53,6 +61,21 @@ def speed(
         found = measure(subject, other, protocol, say if is_first and not how.quiet else lambda at: None, group)
     if is_first:
         tell(found, speed_text, model, how)
+
+
+def _check_room(checkpoint: "Checkpoint", protocol: "Protocol") -> None:
+    """Raise UsageError where sequences would be longer than a model's positions: RoPE has values beyond, with which nobody would run it."""
+    from tilepress.text import max_positions
+
+    longest = max_positions(checkpoint.text_config)
+    if longest is None or protocol.most <= longest:
+        return
+    beside = protocol.most - protocol.context
+    raise UsageError(
+        f"sequences of {protocol.most:,} tokens ({protocol.context:,}, and {beside:,} for what is timed) are longer than the "
+        f"{longest:,} positions of {checkpoint.name}",
+        f"use --context {longest - beside}" if longest > beside else "use fewer --new-tokens",
+    )
 
 
 def speed_text(found: dict) -> str:

@@ -23,7 +23,7 @@ class Bar:
         self._started, self._printed, self._live = time.monotonic(), time.monotonic(), None
 
     def __enter__(self) -> "Bar":
-        if not self.quiet and sys.stderr.isatty() and not _is_verbose():
+        if not self.quiet and sys.stderr.isatty() and not is_verbose():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -56,7 +56,7 @@ class Bar:
         now = time.monotonic()
         if self._live:
             self._live.update(self._task, completed=self.done, total=self.total, item=item)
-        elif not self.quiet and not _is_verbose() and now - self._printed > _PLAIN_EVERY_S:
+        elif not self.quiet and not is_verbose() and now - self._printed > _PLAIN_EVERY_S:
             self._printed = now
             left = (now - self._started) / self.done * (self.total - self.done) if self.done else None
             say(
@@ -97,7 +97,8 @@ def log(text: str) -> None:
     _LOG.debug(plain(text, keep="\n"))
 
 
-def _is_verbose() -> bool:
+def is_verbose() -> bool:
+    """Return whether the command was given `-v`."""
     return any(type(handler) is logging.StreamHandler for handler in _LOG.handlers)
 
 
@@ -194,24 +195,27 @@ def with_error(value: float, stderr: float | None) -> str:
 
 
 def check_writable(output: Path | None) -> None:
-    """Create a file that the result goes to: what cannot be written is told before the work."""
+    """Try out a file that the result goes to: what cannot be written is told before the work, which may fail and then leaves no empty file."""
     if output is not None:
         from tilepress.formats.artifact import disk_errors
 
         with disk_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
+            there = output.exists()
             output.open("a").close()
+            if not there:
+                output.unlink()
 
 
 def check_report(report: Path | None) -> None:
     """Raise UsageError before the work where a page cannot be made of it."""
     from importlib.util import find_spec
 
-    from tilepress.formats import UsageError
+    from tilepress.formats import UsageError, installing
 
     if report is not None:
         if find_spec("plotly") is None:
-            raise UsageError("--report needs plotly, which is not installed", "pip install 'tilepress[report]'")
+            raise UsageError("--report needs plotly, which is not installed", installing("report"))
         check_writable(report)
 
 

@@ -2,7 +2,7 @@
 
 To `dense`: sparse weights become ordinary tensors again, bit for bit; INT8 ones code times scale, rounded to the model's dtype. The folder
 loads anywhere. To `tiled-csl`, `tiled-bitmap` or `auto`: a checkpoint that some other tool pruned (zeros stored densely), or an artifact in another
-sparse layout, no value changed; but a bitmap's INT8 values become code times scale in Tiled-CSL, and are left alone by `auto`.
+sparse layout, no value changed; but a bitmap's INT8 values become code times scale in Tiled-CSL. As bitmaps they are grouped for another card, no code changed.
 """
 
 from dataclasses import dataclass
@@ -45,22 +45,33 @@ class Convert(Recipe):
             return packed_targets(checkpoint)
         targets, left = find_targets(checkpoint, self.ignore, inputs.trust_remote_code, int8_bitmaps=True)
         if layout_for(self.to).keeps_codes:
-            kept = [target for target in targets if target.weight.is_int8]
+            nonzeros = {t["name"]: t.get("nonzeros") for t in (checkpoint.manifest or {}).get("tensors", [])}
+            kept = [t for t in targets if t.weight.is_int8 and self._fits(checkpoint, t, nonzeros.get(t.name))]
             left += [LeftAlone(target.name, "its int8 values are a bitmap already") for target in kept]
             targets = [target for target in targets if target not in kept]
             if not targets:
                 raise UsageError(
                     f"every weight of {checkpoint.path.name} is a bitmap already, of int8 values",
-                    "nothing is left to convert; for bitmaps of another --card compress the dense model again",
+                    f"nothing is left to convert for --card {self.card}",
                 )
         return targets, left
+
+    def _fits(self, checkpoint: Checkpoint, target: Target, nonzeros: int | None) -> bool:
+        """Return whether a bitmap of int8 values is grouped for the card; one whose non-zeros no manifest tells stays as it is."""
+        if nonzeros is None:
+            return True
+        density = min(nonzeros, target.elements) / target.elements
+        return self.layout(target).fits(checkpoint.packed_shape(target.weight), density)
+
+    def keeps_codes(self, target: Target) -> bool:
+        return target.weight.is_int8 and layout_for(self.to).keeps_codes
 
     def settings(self, text: Text | None) -> dict:
         chosen = {"to": self.to} | ({"ignore": list(self.ignore)} if layout_for(self.to).packed else {})
         return chosen | ({} if self.card == "any" else {"card": self.card})
 
     def layout(self, target: Target) -> Layout:
-        return layout_for(self.to, card=self.card)
+        return layout_for(self.to, "channel" if self.keeps_codes(target) else None, self.card)
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         if layout_for(self.to).packed:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import UsageError, foreign_errors
+from tilepress.formats import UsageError, foreign_errors, installing
 from tilepress.runtime.half import fast_products
 from tilepress.runtime.hf.paged_cache import cache_mode
 
@@ -38,7 +38,7 @@ def check(tasks: Sequence[str]) -> None:
     """Raise UsageError where the harness is missing, or has no such task."""
     if find_spec("lm_eval") is None:
         raise UsageError(
-            f"--tasks {','.join(tasks)} needs lm-evaluation-harness", "pip install 'tilepress[tasks]', or use hellaswag"
+            f"--tasks {','.join(tasks)} needs lm-evaluation-harness", f"use hellaswag, or {installing('tasks')}"
         )
     files = [task for task in tasks if _is_file(task)]
     if missing := [task for task in files if not Path(task).is_file()]:

@@ -42,6 +42,12 @@ class UsageError(TilepressError):
     exit_code = 2
 
 
+def installing(extra: str = "") -> str:
+    """Return the command that installs tilepress, with an extra if one is named. No index has it: pip takes a folder or a wheel."""
+    what = f"'./tilepress[{extra}]'" if extra else "./tilepress"
+    return f"pip install {what}  # ./tilepress: the folder of its clone, or a path to its wheel"
+
+
 def first_line(error: Exception) -> str:
     """What another package says of an error, for a message of one line; its kind where it says nothing."""
     said = str(error).strip().splitlines() or [""]

@@ -390,11 +390,20 @@ class Checkpoint:
         """The weight as the model without us stores it: Conv1D weights are [in, out] again."""
         if not weight.is_packed:
             return self.read(weight.name).to(device)
-        layout, packed = weight.stored_as, self.packed(weight, device)
-        if problem := layout.problem(packed):
-            raise TilepressError(f"{weight.name}: {problem}", REPAIR_HINT)
+        layout, packed = weight.stored_as, self._safe(weight, device)
         tensor = layout.matrix(packed)
         return tensor.t().contiguous() if layout.form(packed).transposed else tensor
+
+    def codes(self, weight: Weight, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Return int8 codes [out_features, in_features] and their scale of a packed weight that holds codes."""
+        return weight.stored_as.codes(self._safe(weight, device))
+
+    def _safe(self, weight: Weight, device: torch.device | str) -> Any:
+        """Return a packed weight that may be unpacked."""
+        packed = self.packed(weight, device)
+        if problem := weight.stored_as.problem(packed):
+            raise TilepressError(f"{weight.name}: {problem}", REPAIR_HINT)
+        return packed
 
 
 def _assembled(weight: Weight, parts: dict[str, Tensor]) -> Any:

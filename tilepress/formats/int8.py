@@ -321,9 +321,9 @@ class Int8Layout(Layout):
 
     name, title, sparse, offered, matrix_of_codes = "int8", "INT8", False, False, True
 
-    def __init__(self, scheme: Int8Scheme | None = None, kept: float = 0.0):
-        """The scheme is needed for writing alone: `config.json` has it. A share of all weights, at most, may be `kept` in 16 bits."""
-        self.scheme, self._kept = scheme, kept
+    def __init__(self, scheme: Int8Scheme | None = None):
+        """The scheme is needed for writing alone: `config.json` has it."""
+        self.scheme = scheme
 
     def parts(self, name: str, tensors: Mapping) -> tuple[str, ...] | None:
         if not name.endswith(".weight") or tensors[name].dtype != torch.int8:
@@ -343,8 +343,7 @@ class Int8Layout(Layout):
 
     def expected_bytes(self, form: Form, density: float) -> int:
         scales = (form.rows if self.scheme.weights == "channel" else 1) + self.scheme.static
-        kept = round(self._kept * form.elements * (form.dtype.itemsize - 1))
-        return form.elements + kept + scales * form.dtype.itemsize + self.scheme.asymmetric
+        return form.elements + scales * form.dtype.itemsize + self.scheme.asymmetric
 
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
         scale_name, *_ = part_names(name)

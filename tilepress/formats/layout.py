@@ -93,9 +93,14 @@ class Layout:
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
         """Store a weight [rows, cols] by calling `add` for each of its tensors, and return its record of the manifest.
 
-        `record` is what the recipe says of it, `beside` what it found of its inputs, by stored name.
+        `record` is what the recipe says of it, `beside` what it found of its inputs, by stored name. A layout that `keeps_codes`
+        takes int8 codes, with their scale [rows] in `beside`.
         """
         raise NotImplementedError
+
+    def fits(self, packed: Any, density: float) -> bool:
+        """Return whether a packed weight of that share of non-zeros is stored as this layout stores it; its tensors may be empty."""
+        return True
 
     def assemble(self, name: str, parts: dict[str, Tensor]) -> Any:
         """Return the packed weight of stored tensors by name; all but the one of `described_by` may be on the meta device.

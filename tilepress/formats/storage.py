@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
-from tilepress.formats import TilepressError, UsageError, first_line
+from tilepress.formats import TilepressError, UsageError, first_line, installing
 from tilepress.formats.files import REPAIR_HINT, read_json
 
 SIZES_NAME = ".remote.json"  # of a mirror: the sizes of its shards
@@ -124,8 +124,8 @@ class Store:
         except (TilepressError, MemoryError):
             raise
         except ImportError as error:
-            package = f"'tilepress[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else "the package that it names"
-            raise UsageError(f"{scheme}:// needs a package ({first_line(error)})", f"pip install {package}") from error
+            hint = installing(_EXTRAS[scheme]) if scheme in _EXTRAS else "pip install the package that it names"
+            raise UsageError(f"{scheme}:// needs a package ({first_line(error)})", hint) from error
         except FileNotFoundError as error:
             raise TilepressError(f"{where} is not there ({first_line(error)})", "check the address") from error
         except Exception as error:

@@ -452,9 +452,16 @@ class TiledBitmapLayout(TiledLayout):
         scales = form.rows * form.dtype.itemsize if self.scales else 0
         return int(tiles * header_bytes(group) + lines) + 4 * (tiles + 8) + scales
 
-    def start(self, name: str, form: Form, weight: Tensor, record: dict) -> tuple[Iterator, Callable, dict]:
+    def fits(self, packed: TiledBitmap, density: float) -> bool:
+        return packed.group == best_group(density, packed.dtype, self.card)
+
+    def start(
+        self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor]
+    ) -> tuple[Iterator, Callable, dict]:
         values, scale = weight, None
-        if self.scales:
+        if weight.dtype == torch.int8:
+            scale = beside[f"{name}_scale"].contiguous().cpu()
+        elif self.scales:
             codes = int8.Codes(weight, self.scales, form.dtype, name)
             values, scale = codes.all(), codes.scale.reshape(-1).expand(form.rows).contiguous().cpu()
             pruned = record.get("error", 0.0)  # zeros and codes err in different places: squares add up

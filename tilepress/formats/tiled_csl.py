@@ -379,7 +379,9 @@ class TiledCSLLayout(TiledLayout):
         tiles = num_tiles(form.rows, form.cols)
         return int(4 * (form.elements * density + 15.5 * tiles)) + 4 * (tiles + 6)
 
-    def start(self, name: str, form: Form, weight: Tensor, record: dict) -> tuple[Iterator, Callable, dict]:
+    def start(
+        self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor]
+    ) -> tuple[Iterator, Callable, dict]:
         shape = form.rows, form.cols, weight.dtype, form.transposed
         return pack_stripes(weight, name), lambda offsets: TiledCSL(offsets[:0], offsets, *shape), record
 

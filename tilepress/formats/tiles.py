@@ -34,13 +34,15 @@ class TiledLayout(Layout):
 
     module: ModuleType
 
-    def start(self, name: str, form: Form, weight: Tensor, record: dict) -> tuple[Iterator, Callable, dict]:
+    def start(
+        self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor]
+    ) -> tuple[Iterator, Callable, dict]:
         """Return stripes of words, what makes the packed weight without words from its offsets, and the recipe's record."""
         raise NotImplementedError
 
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
         """Words are streamed a few row blocks at a time; all that is stored beside them is known with them."""
-        stripes, packed_with, record = self.start(name, form, weight, record)
+        stripes, packed_with, record = self.start(name, form, weight, record, beside)
         sizes, stats = [], self.module.PackStats()
 
         def words_of() -> Iterator[Tensor]:

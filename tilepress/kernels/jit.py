@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, installing
 from tilepress.kernels import arch
 from tilepress.kernels.signature import Parameter, check_arguments, check_compiled, parse
 
 FOLDER = Path(__file__).parent
 _ENV = "run `tilepress env`"
-_HINT = "kernels are tried with CUDA 13's NVRTC: pip install 'tilepress[cuda]'"
+_HINT = f"kernels are tried with CUDA 13's NVRTC: {installing('cuda')}"
 
 
 def source(file: str, before: str = "", **macros: int) -> str:

@@ -88,7 +88,7 @@ def test_no_ray_no_cluster_no_address(tiny, tmp_path, cli, monkeypatch):
     assert both.code == 2 and "ranks too" in both.err
     monkeypatch.setitem(sys.modules, "ray", None)
     ran = cli(*words, "local")
-    assert ran.code == 2 and ran.err.count("\n") == 2 and "tilepress[ray]" in ran.err
+    assert ran.code == 2 and ran.err.count("\n") == 2 and "'./tilepress[ray]'" in ran.err
     for name, module in FakeRay().modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     ran = cli(*words, nobody)

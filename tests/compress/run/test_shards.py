@@ -17,12 +17,15 @@ from support.interruption import digest, stop_anywhere_and_resume
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tilepress import Prune, Quantize, demo
+from tilepress.cli.terminal import size
 from tilepress.compress.run import plan as planning, shards
 from tilepress.compress.run.finish import finish
 from tilepress.compress.run.output import open_output
 from tilepress.compress.run.plan import Inputs, make_plan
 from tilepress.formats import TilepressError, UsageError
-from tilepress.formats.checkpoint import Checkpoint
+from tilepress.formats.checkpoint import Checkpoint, read_manifest
+
+CODES = ("--sparsity", "0.6", "--value-dtype", "int8")
 
 
 def plan_for(source, output, sparsity=0.6, **settings):
@@ -177,8 +180,43 @@ def test_dry_run_plans_and_writes_nothing(checkpoint_of, tmp_path, cli):
     written = sum(p.stat().st_size for p in out.glob("*.safetensors"))
     assert ran.json["disk_bytes"] == pytest.approx(written, rel=0.1)
     assert len(ran.json["layers"]) == 14 and ran.json["peak_memory_bytes"] > 0
-    text = cli("compress", "prune", source, "-o", tmp_path / "x", "--sparsity", "0.6", "--dry-run")
-    assert "nothing was written" in text.out and "left alone" in text.out
+    stored = {record["name"]: record["bytes"] for record in read_manifest(out)["tensors"]}
+    for layer in ran.json["layers"]:
+        assert layer["disk_bytes"] == pytest.approx(stored[layer["name"]], rel=0.1)
+    words = ("compress", "prune", source, "-o", tmp_path / "x", "--sparsity", "0.6", "--dry-run")
+    text = cli(*words)
+    assert "nothing was written" in text.out and "left alone" in text.out and "14 weights of 7 kinds" in text.out
+    rows = [line.split() for line in text.out.splitlines() if ".layers." in line and "left alone" not in line]
+    assert len(rows) == 7 and all("layers.*." in row[0] and row[1] == "2" for row in rows)
+    up = next(layer for layer in ran.json["layers"] if "up_proj" in layer["name"])
+    row = " ".join(next(row for row in rows if "up_proj" in row[0]))
+    assert f"{up['rows']} x {up['cols']} {size(2 * up['bytes'])} {size(2 * up['disk_bytes'])}" in row
+    each = cli(*words, "-v").out
+    assert all(layer["name"] in each for layer in ran.json["layers"]) and "layers.*." not in each
+
+
+@pytest.mark.parametrize("command,flags", [("quantize", ()), ("quantize", ("--activations", "none")), ("prune", CODES)])
+def test_a_plan_without_text_is_what_the_run_stores(checkpoint_of, tmp_path, cli, command, flags):
+    """No weight stays in 16 bits where no text tells which: the files are as large as planned, but for their headers' padding."""
+    words = ("compress", command, checkpoint_of("llama"), "-o", tmp_path / "out", *flags, "--json")
+    plan = cli(*words, "--dry-run").json
+    assert cli(*words).code == 0
+    files = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    stored = {record["name"]: record["bytes"] for record in read_manifest(tmp_path / "out")["tensors"]}
+    tolerance = 0.05 if command == "prune" else 0.0
+    for layer in plan["layers"]:
+        assert layer["disk_bytes"] == pytest.approx(stored[layer["name"]], rel=tolerance, abs=0)
+    beside = sum(path.stat().st_size for path in checkpoint_of("llama").iterdir() if path.suffix != ".safetensors")
+    assert plan["disk_bytes"] - beside == pytest.approx(files, rel=0.02)
+
+
+def test_a_plan_with_text_has_room_for_what_may_stay(checkpoint_of, tmp_path, cli):
+    words = ("compress", "quantize", checkpoint_of("llama"), "-o", tmp_path / "out", "--dry-run", "--json")
+    text = ("--dataset", demo.TEXT, "--nsamples", "4", "--seqlen", "64")
+    bare, told, few = (cli(*words, *more).json for more in ((), text, (*text, "--keep", "0")))
+    elements = sum(layer["rows"] * layer["cols"] for layer in bare["layers"])
+    assert bare["disk_bytes"] == few["disk_bytes"]
+    assert told["disk_bytes"] - bare["disk_bytes"] == pytest.approx(0.05 * elements, rel=0.01)  # a byte more each
 
 
 def test_source_that_breaks_its_own_hash_is_refused(artifact, tmp_path, cli):

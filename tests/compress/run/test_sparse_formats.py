@@ -15,9 +15,11 @@ from tilepress.eval.verify import verify
 from tilepress.formats import TilepressError, tiled_bitmap
 from tilepress.formats.checkpoint import Checkpoint, read_manifest
 from tilepress.formats.layout import layouts as known_layouts
+from tilepress.kernels.tiled_bitmap_spmm import tiled_bitmap_spmm_ref
 from tilepress.runtime.linear.sparse import TiledBitmapLinear
 from tilepress.runtime.loader import paths
 
+REGROUPED = [("llama", "auto", "int8", 0.5), ("gpt2", "tiled-bitmap", "int8", 0.5), ("llama", "auto", "auto", 0.8)]
 FAMILIES = ["llama", "gpt2", "mixtral"]
 IDS = torch.arange(40).view(2, 20) + 7
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -217,6 +219,39 @@ def test_int8_values(checkpoint_of, tmp_path, cli, family):
     assert ran.code == 2 and "bitmap already" in ran.err + ran.out
     assert cli("convert", tmp_path / "int8", "-o", tmp_path / "csl", "--to", "tiled-csl").code == 0
     same_weights(tmp_path / "int8", tmp_path / "csl")
+
+
+@pytest.mark.parametrize("family,to,value_dtype,sparsity", REGROUPED)
+def test_converting_groups_bitmaps_for_another_card(checkpoint_of, tmp_path, cli, family, to, value_dtype, sparsity):
+    """A bit an element becomes a bit a pair and back; codes, scales and values stay to the bit, and so do products."""
+    source = checkpoint_of(family)
+    for card in ("h100", "h200"):
+        prune(source, tmp_path / card, sparsity, "tiled-bitmap", value_dtype=value_dtype, card=card)
+    words = ("-o", tmp_path / "again", "--to", to, "--card", "h200")
+    assert cli("convert", tmp_path / "h100", *words).code == 0 and not failed(tmp_path / "again", tmp_path / "h100")
+    first, wanted, again = (Checkpoint(tmp_path / name) for name in ("h100", "h200", "again"))
+    changed = 0
+    for name, weight in first.weights.items():
+        if weight.layout == "tiled-bitmap":
+            packed, sought, found = (each.packed(each.weights[name]) for each in (first, wanted, again))
+            assert (packed.group, found.group) == (1, 2) and torch.equal(found.words, sought.words)
+            assert torch.equal(tiled_bitmap.unpack_values(packed), tiled_bitmap.unpack_values(found))
+            assert packed.scale is None or torch.equal(packed.scale, found.scale)
+            x = torch.randn(3, packed.cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            one, other = (
+                tiled_bitmap_spmm_ref(x, p.words, p.offsets, p.scale, None, p.rows, p.dtype, p.group)
+                for p in (packed, found)
+            )
+            assert torch.equal(one, other)
+            changed += 1
+    assert changed
+    back = ("-o", tmp_path / "back", "--to", to, "--card", "h100")
+    assert cli("convert", tmp_path / "again", *back).code == 0
+    for file in sorted((tmp_path / "h100").glob("*.safetensors")):
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+    if value_dtype == "int8":
+        ran = cli("convert", tmp_path / "again", "-o", tmp_path / "none", "--to", to, "--card", "h200")
+        assert ran.code == 2 and "for --card h200" in ran.err and ran.err.count("\n") == 2
 
 
 @pytest.mark.parametrize("weights", ["channel", "tensor"])

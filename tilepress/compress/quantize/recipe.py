@@ -170,12 +170,13 @@ class Quantize(Recipe):
         packed = self.scheme.format == PACKED_FORMAT and not target.transposed
         if packed:
             return PackedLayout()
-        return Int8Layout(self.scheme, KEPT if self._may_keep and self.keep is None else self.keep or 0.0)
+        return Int8Layout(self.scheme)
 
-    @property
-    def _may_keep(self) -> bool:
-        """Whether weights stay in 16 bits if there is a text and no other wish."""
-        return self.smooth is None and self.activations == "token"
+    def expected_bytes(self, target: Target, density: float, text: Text | None) -> int:
+        """Of the weights that may stay in 16 bits each target has its share: which they are, the text decides."""
+        codes = super().expected_bytes(target, density, text)
+        kept = 0.0 if target.is_head else self.chosen(text)[-1]
+        return codes + round(kept * target.elements * ((self.dtype or target.dtype).itemsize - 1))
 
     def settings(self, text: Text | None) -> dict:
         observer = None

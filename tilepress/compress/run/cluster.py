@@ -25,7 +25,7 @@ from tilepress.compress.run.shards import write_alone
 from tilepress.compress.run.shared import HINT, leave_token
 from tilepress.compress.run.stages import Stages, add
 from tilepress.device import usable_cores
-from tilepress.formats import TilepressError, UsageError, first_line
+from tilepress.formats import TilepressError, UsageError, first_line, installing
 from tilepress.version import __version__
 
 LOCAL = "local"
@@ -44,7 +44,7 @@ def connected(address: str, workers: int = 1) -> Iterator[None]:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("--ray needs ray, which is not installed", "pip install 'tilepress[ray]'") from error
+        raise UsageError("--ray needs ray, which is not installed", installing("ray")) from error
     how = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
     if address == LOCAL:
         # Ray's workers give way to everything else on a machine, unless told otherwise: the ones of this run are the run.

@@ -1,6 +1,7 @@
 """The compressed form of a weight, and the layout that a command was asked to store it in."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,9 @@ class AutoLayout(Layout):
     def encode(self, name: str, form: Form, weight: Tensor, record: dict, beside: dict[str, Tensor], add: Add) -> dict:
         density = 1.0 if self.scales else nonzeros(weight) / form.elements
         return self._of(density).encode(name, form, weight, record, beside, add)
+
+    def fits(self, packed: Any, density: float) -> bool:
+        return self._of(density).fits(packed, density)
 
     def _of(self, density: float) -> Layout:
         known = [layout.for_card(self.card) for layout in layouts().values()]

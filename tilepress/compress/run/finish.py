@@ -13,7 +13,7 @@ from tilepress.compress.prune.recipe import Prune
 from tilepress.compress.quantize.recipe import Quantize
 from tilepress.compress.recover.recipe import Recover
 from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, installing
 from tilepress.formats.artifact import disk_errors, encoded, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
 from tilepress.formats.int8 import FORMAT, PACKED_FORMAT
@@ -24,10 +24,14 @@ GENERAL = (  # the manifest's keys that every artifact has; all others are the r
     *("format_version", "tilepress", "command", "fingerprint", "versions", "source", "left_alone", "tensors", "files"),
 )
 _OF_THE_SOURCE = ("license", "license_name", "license_link", "language")  # in the head of its card
-_HOW_TO_LOAD = """## How to load it
+_HOW_TO_LOAD = f"""## How to load it
+
+```
+{installing()}
+```
 
 ```python
-import tilepress  # pip install tilepress
+import tilepress
 from transformers import AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("DIR")
@@ -226,7 +230,7 @@ def _vllm(packed: list[dict], int8: list[dict], steps: list[dict]) -> list[str]:
         return [f"it has nothing for {'INT8 layers beside sparse ones' if int8 else 'packed experts'}; {dense}"]
     if int8 and "vLLM" not in _others(int8, steps):
         return [f"it has no kernel for this kind of INT8; {dense}"]
-    install = "pip install 'tilepress[vllm]'" if packed else "pip install vllm"
+    install = installing("vllm") if packed else "pip install vllm"
     return ["```", install, "vllm serve DIR", "```"]
 
 

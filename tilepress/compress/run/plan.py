@@ -107,6 +107,10 @@ class Recipe:
         """Return the share of non-zeros that the result's targets will have, about."""
         return 1.0
 
+    def expected_bytes(self, target: Target, density: float, text: Text | None) -> int:
+        """Return about how many bytes a target takes in the result, of whose elements a share of `density` is not zero."""
+        return self.layout(target).expected_bytes(target.form(self.dtype), density)
+
     def peak_bytes(self, inputs: Inputs, targets: list[Target]) -> int:
         """Return the anonymous memory of a run, about."""
         return 2 * max(t.elements * (self.dtype or t.dtype).itemsize for t in targets)
@@ -137,6 +141,10 @@ class Recipe:
         of others the first does it, and they wait. None if other ranks have completed the artifact.
         """
         return {}
+
+    def keeps_codes(self, target: Target) -> bool:
+        """Return whether a target's int8 codes and scale go as they are to a layout that keeps them, past `transform`."""
+        return False
 
     def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
         """Compress a target [rows, cols]. The writer asks once for each target of a shard."""
@@ -254,16 +262,20 @@ class Plan:
 
     def to_json(self) -> dict:
         """Return what is known before the run: layers, sizes in bytes, what is left alone and why, and what the recipe foresees."""
+        inputs = Inputs(Checkpoint(self.source), self.text, self.trust_remote_code)
+        density = self.recipe.expected_density(inputs)
         return {
             "source_bytes": self.source_bytes,
             "disk_bytes": self.expected_bytes,
             "peak_memory_bytes": self.peak_bytes,
             "shards": len(self.shards),
             "layers": [
-                {"name": t.name, "rows": t.rows, "cols": t.cols, "bytes": t.weight.nbytes} for t in self.targets
+                {"name": t.name, "rows": t.rows, "cols": t.cols, "bytes": t.weight.nbytes}
+                | {"disk_bytes": self.recipe.expected_bytes(t, density, self.text)}
+                for t in self.targets
             ],
             "left_alone": {item.name: item.reason for item in self.left_alone},
-        } | self.recipe.foreseen(Inputs(Checkpoint(self.source), self.text, self.trust_remote_code))
+        } | self.recipe.foreseen(inputs)
 
 
 def make_plan(inputs: Inputs, output: Path, recipe: Recipe) -> Plan:
@@ -292,7 +304,7 @@ def make_plan(inputs: Inputs, output: Path, recipe: Recipe) -> Plan:
         "targets": [target.name for target in targets],
         "source": [[e.name, e.file, str(e.dtype), e.shape] for e in checkpoint.tensors.values()],
     }
-    sizes = [sum(_expected_bytes(job, recipe, density) for job in shard.jobs) for shard in shards]
+    sizes = [sum(_expected_bytes(job, recipe, density, inputs.text) for job in shard.jobs) for shard in shards]
     return Plan(
         checkpoint.path,
         checkpoint.name,
@@ -310,16 +322,15 @@ def make_plan(inputs: Inputs, output: Path, recipe: Recipe) -> Plan:
     )
 
 
-def _expected_bytes(job: Job, recipe: Recipe, density: float) -> int:
+def _expected_bytes(job: Job, recipe: Recipe, density: float, text: Text | None) -> int:
     if recipe.links:
         return 0
     if job.target is None:
         names = [entry.name for entry in job.weight.entries]
         nbytes = sum(math.prod(e.shape) * _cast(e.dtype, recipe).itemsize for e in job.weight.entries)
     else:
-        layout = recipe.layout(job.target)
-        names = layout.stored_names(job.target.name)
-        nbytes = layout.expected_bytes(job.target.form(recipe.dtype), density)
+        names = recipe.layout(job.target).stored_names(job.target.name)
+        nbytes = recipe.expected_bytes(job.target, density, text)
     return nbytes + sum(_HEADER_BYTES + 2 * len(name) for name in names)
 
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from tilepress.compress.run.encode import Compressed
 from tilepress.compress.run.plan import Job, Plan, Progress, Recipe, Shard, done_record, source_mtime
 from tilepress.compress.run.remote import fetched, send_shard
 from tilepress.compress.run.stages import Stages, add
@@ -206,9 +207,11 @@ def _rewrite(
                 record = _copy(recipe, checkpoint, job.weight, state, put)
             else:
                 with stages.of("read"):
-                    weight = _matrix(checkpoint, target, recipe, stages.device)
+                    kept = recipe.keeps_codes(target)
+                    read = _codes if kept else _matrix
+                    weight = read(checkpoint, target, recipe, stages.device)
                 with stages.of(recipe.command.split()[-1]):
-                    made = recipe.transform(target, weight, state)
+                    made = weight if kept else recipe.transform(target, weight, state)
                 del weight
                 with stages.of("pack"):
                     layout, form = made.layout or recipe.layout(target), target.form(recipe.dtype)
@@ -251,6 +254,12 @@ def _counted(pieces: Iterator[Tensor], nonzeros: list[int]) -> Iterator[Tensor]:
     for piece in pieces:
         nonzeros.append(count_nonzeros(piece))
         yield piece
+
+
+def _codes(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: torch.device) -> Compressed:
+    """The target's int8 codes as [out_features, in_features], their scale beside them: nothing is left to do but to pack them."""
+    codes, scale = checkpoint.codes(target.weight, device)
+    return Compressed(codes, {"error": 0.0}, {f"{target.name}_scale": scale.reshape(-1)})
 
 
 def _matrix(checkpoint: Checkpoint, target: Target, recipe: Recipe, device: torch.device) -> Tensor:

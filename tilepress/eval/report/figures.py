@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tilepress.eval.report.gather import EXPERT_TOKENS, Artifact, Gathered
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, installing
 
 COLOURS = ["#1f5fa8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490"]
 _SCALES = {  # of heat maps; an expert that saw nothing stands out
@@ -27,7 +27,7 @@ _CALM = {  # of every drawing
 def needs_plotly() -> None:
     """Raise UsageError where plotly is missing."""
     if find_spec("plotly") is None:
-        raise UsageError("a report needs plotly, which is not installed", "pip install 'tilepress[report]'")
+        raise UsageError("a report needs plotly, which is not installed", installing("report"))
 
 
 def figures(found: Gathered) -> dict[str, tuple[str, dict]]:

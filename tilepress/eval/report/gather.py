@@ -17,6 +17,7 @@ from tilepress.formats.checkpoint import MANIFEST_NAME, Checkpoint, read_manifes
 from tilepress.formats.files import read_json, regular
 from tilepress.models.experts import expert_tokens
 from tilepress.models.families import heads_of
+from tilepress.text import max_positions
 
 _KINDS = {  # a result of ours, by keys that no other has
     "perplexity": ("perplexity", "protocol", "bits_per_byte"),
@@ -162,7 +163,7 @@ def _artifact(path: Path) -> Artifact:
             layouts,
             cache.get("bytes_per_token", dense),
             cache.get("bytes_per_token_bfloat16", dense),
-            config.get("max_position_embeddings") or config.get("n_positions"),
+            max_positions(config),
             of_manifest(manifest) if manifest else None,
             {"tilepress": manifest["tilepress"]} | manifest["versions"] if manifest else {},
             {

@@ -168,13 +168,16 @@ def _sizes(found: Gathered) -> str:
     positions = {f"{one.name} {one.positions:,}" for one in found.artifacts if one.positions}
     told = "One sequence, or several together; an estimate: 95 % of the card, less 2 GiB for activations, graphs and torch."
     if positions:
-        told += f" Positions of the model: {', '.join(sorted(positions))}."
+        told += f" Positions of the model: {', '.join(sorted(positions))}; N x M are N sequences that fill them."
     return _section("Size and memory", body + _note(told))
 
 
 def _context(artifact: Artifact, gib: float) -> str:
-    tokens = artifact.context(gib)
-    return "" if tokens is None else "does not fit" if tokens == 0 else f"{tokens:,}"
+    """Return the tokens that fit; where a sequence cannot have so many, how many of the longest ones do."""
+    tokens, longest = artifact.context(gib), artifact.positions
+    if not tokens:
+        return "" if tokens is None else "does not fit"
+    return f"{tokens:,}" if longest is None or tokens <= longest else f"{tokens // longest:,} x {longest:,}"
 
 
 def _quality(found: Gathered) -> str:

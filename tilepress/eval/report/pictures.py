@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from tilepress.eval.report.figures import COLOURS
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, installing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ def source_of(picture: bytes) -> str:
 
 def _figure(width: float, height: float, panels: int = 1) -> "tuple[Figure, Sequence[Axes]]":
     if not has_matplotlib():
-        raise UsageError("a picture needs matplotlib, which is not installed", "pip install 'tilepress[report]'")
+        raise UsageError("a picture needs matplotlib, which is not installed", installing("report"))
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")

@@ -4,7 +4,7 @@ import inspect
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from tilepress.formats import UsageError
+from tilepress.formats import UsageError, installing
 from tilepress.kernels import jit
 
 OLDEST, NEWEST = (
@@ -24,7 +24,7 @@ def installed() -> str:
             return version(package)
         except PackageNotFoundError:
             continue
-    raise UsageError("vLLM is not installed", "pip install 'tilepress[vllm]'")
+    raise UsageError("vLLM is not installed", installing("vllm"))
 
 
 def check_version(found: str) -> None:
