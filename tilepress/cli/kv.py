@@ -43,6 +43,10 @@ def kv(
     rotation: Annotated[
         str, typer.Option(metavar="auto|none|hadamard", help="Rotate keys and queries, auto: if it lowers the error.")
     ] = "auto",
+    fold_values: Annotated[
+        bool,
+        typer.Option("--fold-values", help="Write v_proj and o_proj with a matrix between them that rounds better."),
+    ] = False,
     memory: Memory = 1.0,
     dataset: Dataset = None,
     nsamples: Samples = None,
@@ -52,11 +56,13 @@ def kv(
     *,
     how: Making,
 ) -> None:
-    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are.
+    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are, but for --fold-values.
 
     Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """
-    recipe = tilepress.KVCache(int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike)
+    recipe = tilepress.KVCache(
+        int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike, fold_values
+    )
     words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
     if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed, bos), how, words):
         say_next(output, model, how)
