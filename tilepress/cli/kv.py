@@ -71,11 +71,20 @@ def kv(
 def _plan_text(facts: dict) -> str:
     told = facts["kv_cache"]
     head = ["  attention cache: " + told["format"], *_sizes(told, 1.0)]
-    return "\n".join([*head, sizes_text(facts, "The weights stay as they are,"), "  nothing was written"])
+    what = (
+        f"{len(facts['layers'])} weights take the values' matrices,"
+        if facts["layers"]
+        else "The weights stay as they are,"
+    )
+    return "\n".join([*head, sizes_text(facts, what), "  nothing was written"])
 
 
 def _result_text(facts: dict) -> str:
-    written = f"  wrote {facts['output']} in {facts['seconds']:.1f} s; the weights are the source's own files, linked where the disk allows"
+    folded = [layer["value_folded"] for layer in facts["kv_cache"]["report"] if "value_folded" in layer]
+    weights = "the weights are the source's own files, linked where the disk allows"
+    if folded:
+        weights = f"v_proj and o_proj of {sum(folded)} of {len(folded)} layers have the values' matrices"
+    written = f"  wrote {facts['output']} in {facts['seconds']:.1f} s; {weights}"
     return f"{kv_text(facts['kv_cache'], facts['memory_gib'])}\n{written}"
 
 
