@@ -43,6 +43,10 @@ def kv(
     rotation: Annotated[
         str, typer.Option(metavar="auto|none|hadamard", help="Rotate keys and queries, auto: if it lowers the error.")
     ] = "auto",
+    fold_values: Annotated[
+        bool,
+        typer.Option("--fold-values", help="Write v_proj and o_proj with a matrix between them that rounds better."),
+    ] = False,
     memory: Memory = 1.0,
     dataset: Dataset = None,
     nsamples: Samples = None,
@@ -52,11 +56,13 @@ def kv(
     *,
     how: Making,
 ) -> None:
-    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are.
+    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are, but for --fold-values.
 
     Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """
-    recipe = tilepress.KVCache(int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike)
+    recipe = tilepress.KVCache(
+        int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike, fold_values
+    )
     words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
     if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed, bos), how, words):
         say_next(output, model, how)
@@ -65,11 +71,20 @@ def kv(
 def _plan_text(facts: dict) -> str:
     told = facts["kv_cache"]
     head = ["  attention cache: " + told["format"], *_sizes(told, 1.0)]
-    return "\n".join([*head, sizes_text(facts, "The weights stay as they are,"), "  nothing was written"])
+    what = (
+        f"{len(facts['layers'])} weights take the values' matrices,"
+        if facts["layers"]
+        else "The weights stay as they are,"
+    )
+    return "\n".join([*head, sizes_text(facts, what), "  nothing was written"])
 
 
 def _result_text(facts: dict) -> str:
-    written = f"  wrote {facts['output']} in {facts['seconds']:.1f} s; the weights are the source's own files, linked where the disk allows"
+    folded = [layer["value_folded"] for layer in facts["kv_cache"]["report"] if "value_folded" in layer]
+    weights = "the weights are the source's own files, linked where the disk allows"
+    if folded:
+        weights = f"v_proj and o_proj of {sum(folded)} of {len(folded)} layers have the values' matrices"
+    written = f"  wrote {facts['output']} in {facts['seconds']:.1f} s; {weights}"
     return f"{kv_text(facts['kv_cache'], facts['memory_gib'])}\n{written}"
 
 

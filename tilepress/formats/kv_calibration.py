@@ -7,7 +7,7 @@ over names, shapes, dtypes and a sample of all tensors says which.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -130,14 +130,14 @@ def uncalibrated(form: Forms, kv_heads: int, layers: int) -> KVCalibration:
     return KVCalibration(kv_heads, (CachedLayer(Side(None), Side(None), form),) * layers)
 
 
-def weights_hash(checkpoint: Checkpoint) -> str:
+def weights_hash(checkpoint: Checkpoint, changed: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> str:
     """The hash of a checkpoint's weights, however they are split into files.
 
-    It covers each tensor's name, dtype, shape and 256 of its elements, in the order of names.
+    It covers each tensor's name, dtype, shape and 256 of its elements, in the order of names. `changed` gives a tensor as it will be.
     """
     digest = hashlib.sha256()
     for name, entry in sorted(checkpoint.tensors.items()):
-        flat = checkpoint.read(name).reshape(-1)
+        flat = changed(name, checkpoint.read(name)).reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)][:256].contiguous().view(torch.uint8)
         digest.update(f"{name} {dtype_name(entry.dtype)} {list(entry.shape)}\n".encode() + bytes(sample.tolist()))
     return digest.hexdigest()

@@ -307,6 +307,9 @@ def last(path: str) -> str:
 
 # What holds for weights by their names alone, of families with an entry or without one.
 FOLDS = tuple(dict.fromkeys(pair for family in FAMILIES for pair in family.folds))
+VALUE_FOLDS = tuple(
+    pair for pair in FOLDS if pair[1] == "v_proj"
+)  # (linear that reads attention, that which makes values)
 EXPERTS = tuple(dict.fromkeys(family.experts for family in FAMILIES if family.experts))
 ROUTER = re.compile(rf"(^|\.)({'|'.join(sorted({name for family in FAMILIES for name in family.routers}))})$")
 ONE_PRODUCT = tuple(  # linear weights of one input, which runtimes multiply as one

@@ -6,6 +6,7 @@ Queries and keys are taken after RoPE. `Watch` makes the model's attention an or
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -126,6 +127,36 @@ class LayerSeen:
     firsts: dict[str, list[Tensor]] = field(
         default_factory=lambda: {"key": [], "value": []}
     )  # [KV heads, D] of each window
+    fold: Tensor | None = None  # [KV heads, D, D]: values are stored times it (fold.py)
+
+    def stored(self, what: str, x: Tensor) -> Tensor:
+        """Return keys or values [..., KV heads, tokens, D] as the cache gets them."""
+        return x if what == "key" or self.fold is None else x @ self.fold.mT
+
+    def unstored(self, what: str, x: Tensor) -> Tensor:
+        """Return the inverse of `stored`."""
+        return x if what == "key" or self.fold is None else x @ self._back.mT
+
+    @cached_property
+    def _back(self) -> Tensor:
+        return torch.linalg.inv(self.fold.double()).float()
+
+    @property
+    def value_weight(self) -> Tensor | float:
+        """Return how much a squared error of each channel of a stored value counts: [KV heads, D]."""
+        return 1.0 if self.fold is None else self._back.square().sum(-2)
+
+    def fold_values(self, fold: Tensor, ranks: Ranks) -> None:
+        """Store values times `fold`. Their extremes are those of the sampled windows from here on, their mean stays that of all windows."""
+        self.fold = fold
+        low, high = torch.full_like(self.value.low, torch.inf), torch.full_like(self.value.high, -torch.inf)
+        for sample in self.samples:
+            rows = self.stored("value", sample.value).transpose(0, 1).flatten(1, 2)
+            low, high = torch.minimum(low, rows.amin(1)), torch.maximum(high, rows.amax(1))
+        total = (fold.double() @ self.value.total[..., None])[..., 0]
+        power = (fold.double().square() @ self.value.power[..., None])[..., 0]
+        self.value = Ranges(-ranks.largest(-low), ranks.largest(high), total, power)
+        self.firsts["value"] = [self.stored("value", row[:, None])[:, 0] for row in self.firsts["value"]]
 
     def first(self, what: str) -> Tensor:
         """Return the middle key or value of a window's first token, channel by channel: [KV heads, D]."""

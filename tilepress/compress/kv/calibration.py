@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilepress.compress.kv.attention import AttentionShape, Watch, rotary_dim
+from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Watch, rotary_dim
 from tilepress.compress.kv.budget import Option, assign
+from tilepress.compress.kv.fold import Folds, learned, pair_of, passes
 from tilepress.compress.kv.search import Search, candidates, choose
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import HIDDEN, Found, Layer, Visitor, Walk
@@ -37,10 +38,12 @@ class Settings:
     rotations: tuple[bool, ...]  # which are tried
     budget: float | None = None  # mean bits of a number; None: the one form serves all layers
     alike: bool = False  # a layer's keys and values have one form
+    folds: bool = False  # values are stored times a matrix that is folded into the weights
+    units: int = 1  # that a layer counts in progress
 
 
-def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> None:
-    """Run the model over the text and leave the sidecar's files in the work folder.
+def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress, ranks: Ranks = ALONE) -> Folds:
+    """Run the model over the text and leave the sidecar's files in the work folder; return what has to be folded into weights.
 
     Raises UsageError for a model whose attention cannot be looked at, and where the work folder holds a calibration of something else;
     TilepressError naming the layer for keys that are not finite.
@@ -49,16 +52,19 @@ def calibrate(plan: Plan, settings: Settings, device: str, progress: Progress, r
     targets, _ = find_targets(source, (), plan.trust_remote_code, quantized=True)
     visitor = (_Search if settings.budget is None else _BudgetSearch)(settings, targets)
     found = Walk.over_text(plan, "kv", visitor, device, progress, ranks).run()
+    folds = Folds(found)
     if ranks.rank:
-        return ranks.wait()
+        ranks.wait()
+        return folds
     facts = {key: value for key, value in found.facts.items() if key not in _CHOICES}
     layers, refits = tuple(visitor.layers(found)), max(form.refits for form in settings.forms)
     calibration = KVCalibration(shape.kv_heads, layers, refits, facts)
     with disk_errors(plan.work / FOLDER):
         (plan.work / FOLDER).mkdir(exist_ok=True)
-    for name, content in to_files(calibration, weights_hash(source)).items():
+    for name, content in to_files(calibration, weights_hash(source, folds.apply)).items():
         write_atomic(plan.work / name, content, plan.work)
     ranks.wait()
+    return folds
 
 
 class _Search(Visitor):
@@ -83,25 +89,48 @@ class _Search(Visitor):
         self.watch = Watch(model, self.shape)
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
-        search = self._search(layer)
-        found, tensors = {}, {}
+        search, found, tensors = self._search(layer)
         for rotate in self.settings.rotations:
             *sides, facts = choose(search, self.settings.forms[0], rotate)
-            found[_key(rotate)] = [{"layer": layer.number} | facts]
+            found[_key(rotate)] = [{"layer": layer.number} | facts | self._fold_told(search)]
             for what, side in zip(("key", "value"), sides, strict=True):
                 for part, tensor in zip(("channels", "fixed"), side[:2], strict=True):
                     if tensor is not None:
                         tensors[f"{_key(rotate)}.{layer.number}.{what}.{part}"] = tensor
         return found, {} if layer.ranks.rank else tensors  # every rank has them
 
-    def _search(self, layer: Layer) -> Search:
+    def _search(self, layer: Layer) -> tuple[Search, dict[str, list], dict[str, Tensor]]:
+        """Return the search of a layer, whose values are folded if they may be, and the facts and tensors of the fold."""
+        probed = replace(layer, streams={HIDDEN: [layer.probe]})
+        seen = self.watch.layer(layer, SAMPLED_WINDOWS)
+        pair = self._fold(probed, seen) if self.settings.folds else None
+        tensors = {f"{layer.number}.fold": seen.fold} if pair else {}
+        facts = {"folds": [[layer.names[path] for path in pair or ()]]} if self.settings.folds else {}
         together = TOGETHER.get(self.watch.model.device.type, 1)
-        return Search(self.watch.layer(layer, SAMPLED_WINDOWS), together, layer.ranks)
+        return Search(seen, together, layer.ranks), facts, tensors
+
+    def _fold(self, layer: Layer, seen: LayerSeen) -> tuple[str, str] | None:
+        """Fold a layer's values and return the paths of the modules that take the fold; None for a layer that does not let it through."""
+        with layer.model.loaded(layer.path):
+            pair = pair_of(layer, self.shape)
+            if pair is None:
+                return None
+            groups = self.settings.forms[0].groups if self.settings.budget is None else 1
+            made = lambda: learned(torch.cat([x for s in seen.samples for x in s.value], 1), groups).cpu()  # noqa: E731
+            fold = layer.ranks.first(made).to(layer.model.device)
+            modules = [layer.model.model.get_submodule(path) for path in pair]
+            if not layer.ranks.first(lambda: passes(layer, *modules, fold)):
+                return None
+        seen.fold_values(fold, layer.ranks)
+        return pair
+
+    def _fold_told(self, search: Search) -> dict:
+        return {"value_folded": search.seen.fold is not None} if self.settings.folds else {}
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         reports = {rotate: facts.pop(_key(rotate)) for rotate in self.settings.rotations}
         rotates = min(reports, key=lambda rotate: sum(told["output_error"] ** 2 for told in reports[rotate]))
-        return {"rotates": rotates} | self._told(facts) | {"report": reports[rotates]}
+        return {"rotates": rotates} | _folds(facts) | self._told(facts) | {"report": reports[rotates]}
 
     def _told(self, facts: dict) -> dict:
         """Return what the sidecar tells of the model and the text."""
@@ -118,7 +147,7 @@ class _Search(Visitor):
             yield CachedLayer(*sides, self.settings.forms[0], rotates)
 
     def units(self, layer: Layer) -> int:
-        return 1
+        return self.settings.units
 
 
 class _BudgetSearch(_Search):
@@ -129,8 +158,9 @@ class _BudgetSearch(_Search):
 
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         window = layer.hidden[0]
-        search = self._search(layer)
-        found, tensors, rounded = {"layer": layer.number, "first_attention": search.first_attention}, {}, {}
+        search, folds, tensors = self._search(layer)
+        found = {"layer": layer.number, "first_attention": search.first_attention} | self._fold_told(search)
+        rounded = {}
         for what in _SIDES:
             tried = candidates(search, what, self.settings.forms, self.settings.rotations)
             found[what] = [
@@ -147,7 +177,7 @@ class _BudgetSearch(_Search):
         if not layer.ranks.rank:
             seen_first = {what: rows[0][0] for what, rows in rounded.items()}
             found["weight"] = self.watch.change(layer, window, **seen_first) / error
-        return {"tried": layer.ranks.tell([found])[0]}, {} if layer.ranks.rank else tensors
+        return {"tried": layer.ranks.tell([found])[0]} | folds, {} if layer.ranks.rank else tensors
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
         tried, forms = facts.pop("tried"), self.settings.forms
@@ -162,8 +192,11 @@ class _BudgetSearch(_Search):
             heads = [sum(both) ** 0.5 for both in zip(*(side["heads"] for side in one.values()), strict=True)]
             told = {"layer": layer["layer"]} | names | {"output_error": error, "head_errors": heads}
             told |= one["key"]["facts"] | one["value"]["facts"]
-            report.append(told | {"first_attention": layer["first_attention"]})
-        return {"chosen": chosen} | self._told(facts) | {"budget": self.settings.budget, "report": report}
+            told |= {name: layer[name] for name in ("first_attention", "value_folded") if name in layer}
+            report.append(told)
+        return (
+            {"chosen": chosen} | _folds(facts) | self._told(facts) | {"budget": self.settings.budget, "report": report}
+        )
 
     def _assigned(self, tried: list[dict]) -> list[tuple[int, int]]:
         """Return which form each layer's keys and values have."""
@@ -188,11 +221,15 @@ class _BudgetSearch(_Search):
 
 
 _SIDES = ("key", "value")
-_CHOICES = ("rotates", "chosen")  # facts of a walk that are not the sidecar's
+_CHOICES = ("rotates", "chosen", "folds")  # facts of a walk that are not the sidecar's
 
 
 def _key(rotate: bool) -> str:
     return "hadamard" if rotate else "none"
+
+
+def _folds(facts: dict) -> dict:
+    return {"folds": facts["folds"]} if "folds" in facts else {}
 
 
 def _side(found: Found, stem: str, clip: float) -> Side:

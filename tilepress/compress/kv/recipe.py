@@ -1,16 +1,20 @@
 """Scales for an attention cache of 4 or 8 bits, from real text: the recipe behind `tilepress compress kv`.
 
-Layer by layer the model runs over the text and each layer's scales are searched (calibration.py). Weights are not touched: their files
-are linked.
+Layer by layer the model runs over the text and each layer's scales are searched (calibration.py). Weights are not touched, and their files
+linked, unless a matrix before the values is folded into them (fold.py).
 """
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tilepress.compress.kv.attention import QUERIES, AttentionShape, attention_shape
 from tilepress.compress.kv.budget import check_budget, forms_for_budget
 from tilepress.compress.kv.calibration import SAMPLED_WINDOWS, Settings, calibrate
+from tilepress.compress.kv.fold import find_pairs
+from tilepress.compress.run.encode import Compressed
 from tilepress.compress.run.plan import OURS, Inputs, ModelCard, Plan, Progress, Recipe
-from tilepress.compress.run.targets import LeftAlone, Target
+from tilepress.compress.run.targets import LeftAlone, Target, find_targets
 from tilepress.formats import UsageError, check_kinds
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.files import read_json
@@ -33,10 +37,10 @@ class KVCache(Recipe):
     rotation: str = "auto"  # of keys and queries: auto, if it lowers the error | none | hadamard
     budget: float | None = None  # of "auto": mean bits of a stored number, scales counted
     alike: bool = False  # of "auto": keys and values of a layer have one form, as kernels take it
+    fold_values: bool = False  # store values times a matrix that `v_proj` and `o_proj` take: weights are written then
 
     command = "compress kv"
     together = True
-    links = True
     alone = True
     needs_text = True
 
@@ -67,6 +71,10 @@ class KVCache(Recipe):
             raise UsageError("--rotation hadamard goes with 4 bits and --mode dynamic", "leave it out")
 
     @property
+    def links(self) -> bool:
+        return not self.fold_values
+
+    @property
     def rotations(self) -> tuple[bool, ...]:
         """The rotations that are tried."""
         if self.rotation == "auto" and self.bits in (4, "auto") and self.mode == "dynamic":
@@ -74,9 +82,11 @@ class KVCache(Recipe):
         return (self.rotation == "hadamard",)
 
     def find_targets(self, inputs: Inputs) -> tuple[list[Target], list[LeftAlone]]:
-        return [], []
+        if not self.fold_values:
+            return [], []
+        return find_pairs(inputs.checkpoint, find_targets(inputs.checkpoint, (), inputs.trust_remote_code)[0]), []
 
-    def layout(self) -> Layout:
+    def layout(self, target: Target) -> Layout:
         return layout_named("dense")
 
     def settings(self, text: Text | None) -> dict:
@@ -88,7 +98,7 @@ class KVCache(Recipe):
         }
         if self.bits == "auto":
             chosen = {"bits": "auto", "budget": self.budget, "alike": self.alike, "rotation": self.rotation}
-        return chosen | text.described()
+        return chosen | ({"fold_values": True} if self.fold_values else {}) | text.described()
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         head_dim = attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim
@@ -103,8 +113,12 @@ class KVCache(Recipe):
         return (KVFormat(head_dim, self.bits, self.group_size or 0, self.mode == "static"),)
 
     def work_units(self, plan: Plan, rank: int, world_size: int) -> int:
-        """Return the number of layers."""
-        return attention_shape(Checkpoint(plan.source), plan.trust_remote_code).layers
+        """Return the number of layers, or where weights are written their elements, and as many for each layer that is looked at."""
+        layers = attention_shape(Checkpoint(plan.source), plan.trust_remote_code).layers
+        return layers * self._units(plan) + sum(shard.elements for shard in plan.shards[rank::world_size])
+
+    def _units(self, plan: Plan) -> int:
+        return max(sum(target.elements for target in plan.targets), 1)
 
     def foreseen(self, inputs: Inputs) -> dict:
         shape = attention_shape(inputs.checkpoint, inputs.trust_remote_code)
@@ -133,9 +147,22 @@ class KVCache(Recipe):
 
     def prepare(self, plan: Plan, rank: int, device: str, progress: Progress, ranks: Ranks = ALONE) -> dict | None:
         shape = attention_shape(Checkpoint(plan.source), plan.trust_remote_code)
-        settings = Settings(shape, self.forms(shape.head_dim), self.rotations, self.budget, self.alike)
-        calibrate(plan, settings, device, progress, ranks)
-        return {}
+        settings = Settings(
+            shape,
+            self.forms(shape.head_dim),
+            self.rotations,
+            self.budget,
+            self.alike,
+            self.fold_values,
+            self._units(plan),
+        )
+        return {"folds": calibrate(plan, settings, device, progress, ranks)}
+
+    def transform(self, target: Target, weight: Tensor, state: dict) -> Compressed:
+        return Compressed(state["folds"].apply(target.name, weight), {})
+
+    def copy(self, name: str, tensor: Tensor, state: dict) -> Compressed:
+        return Compressed(state["folds"].apply(name, tensor), {})
 
     def extra_files(self, plan: Plan) -> dict[str, bytes]:
         return {f"{FOLDER}/{p.name}": p.read_bytes() for p in sorted((plan.work / FOLDER).iterdir())}

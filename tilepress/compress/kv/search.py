@@ -114,8 +114,9 @@ class Search:
     def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
         """Return the samples' keys or values [windows, heads, tokens, D] float32 as they come back from the cache."""
         turned = rotate and what == "key"
-        rows = (getattr(sample, what).transpose(1, 2) for sample in self.samples)
-        return [fake_quantize(x, form, *side, turned, form.refits).transpose(1, 2) for x in rows]
+        rows = (self.seen.stored(what, getattr(sample, what)).transpose(1, 2) for sample in self.samples)
+        found = (fake_quantize(x, form, *side, turned, form.refits).transpose(1, 2) for x in rows)
+        return [self.seen.unstored(what, x) for x in found]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
         """Return the side whose heads have the least output error on the grid, searched once; values are never rotated."""
@@ -169,7 +170,7 @@ class Search:
         facts = {f"{what}_error": (off / max(power, 1e-30)) ** 0.5}
         if chosen.form.static:
             side = chosen.side
-            windows = (window for x in exact for window in x)
+            windows = (self.seen.stored(what, window) for x in exact for window in x)
             shares = [clamped_share(x.transpose(0, 1), chosen.form, side.channels, side.fixed) for x in windows]
             facts[f"{what}_overflow"] = self._total(sum(shares)) / self._total(len(shares))
         return facts
@@ -245,7 +246,7 @@ def plain_side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: f
     reach = torch.maximum(high - mean, mean - low).clamp(min=1e-6)
     reach = by_pairs(reach, seen.shape, torch.amax) if what == "key" else reach
     scale = _to_units(seen, what, mean, reach**alpha, mean_of)
-    weight = scale.square() * (seen.query_power.float() if what == "key" else 1.0)
+    weight = scale.square() * (seen.query_power.float() if what == "key" else seen.value_weight)
     channels = torch.stack([mean, scale, weight / weight.mean(-1, keepdim=True).clamp(min=1e-30)])
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
 
@@ -261,7 +262,7 @@ def rotated_side(seen: LayerSeen, queries: Tensor, alpha: float, clip: float, me
 
 def _to_units(seen: LayerSeen, what: str, mean: Tensor, scale: Tensor, mean_of: Mean) -> Tensor:
     """Return the scale times a number for each head that makes its values about 1, far from the ends of float16."""
-    windows = (window for sample in seen.samples for window in getattr(sample, what))
+    windows = (seen.stored(what, window) for sample in seen.samples for window in getattr(sample, what))
     powers = [((window - mean[:, None]) / scale[:, None]).square().mean((1, 2)) for window in windows]
     return scale * mean_of(powers).sqrt().clamp(min=1e-6)[:, None]
 
