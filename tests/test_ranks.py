@@ -124,6 +124,7 @@ def perplexity(folder: Path) -> float:
     return tilepress.perplexity(folder, TEXT.dataset, seqlen=128, limit=6, device="cpu").perplexity
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_make_as_good_an_artifact_twice_the_same(name, two, of_one, tiny, tmp_path):
     for out in ("a", "b") if name in TWICE else ("a",):

@@ -57,6 +57,7 @@ def test_what_the_kernel_does_not_take():
     assert argmax.why_not(columns) is None and torch.equal(ops.argmax(columns), columns.argmax(-1))
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_it_compiles_without_spills(arch):

@@ -362,6 +362,7 @@ def test_opcheck(name, more):
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_it_compiles_without_spills():
     for form, tiles, tokens in (

@@ -60,6 +60,7 @@ COMPILED = [  # each card, each form, the most registers
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 @pytest.mark.parametrize("target,form,rows,size", COMPILED, ids=lambda x: getattr(x, "name", str(x)))
 def test_it_compiles_without_spills(target, form, rows, size):

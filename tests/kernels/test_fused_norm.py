@@ -74,6 +74,7 @@ def test_kernels_against_references(n, dtype):
                     assert float((ours.cpu() == theirs).float().mean()) > 0.97, name
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_kernel_keeps_rows_in_registers(arch):

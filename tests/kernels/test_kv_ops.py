@@ -310,6 +310,7 @@ def test_slots_beyond_the_pages_are_skipped_on_a_card():
     assert torch.equal(pages, guard)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_appending_compiles_for_both_architectures():
     for arch, form in itertools.product(("sm_80", "sm_90a"), (KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8))):

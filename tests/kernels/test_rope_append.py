@@ -356,6 +356,7 @@ def test_in_a_compiled_function_the_bytes_are_the_same():
     assert torch.equal(compiled(other, *(parts[name] for name in names)), expected) and torch.equal(one, other)
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_kernel_keeps_rows_in_registers(arch):

@@ -104,6 +104,7 @@ def test_launches_name_what_their_sources_take(name):
     assert list(kernel.parameters) == declared(kernel)
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("name", kernels())
 def test_launches_fit_the_compiled_kernel(name):

@@ -411,6 +411,7 @@ def test_the_kernel_compiles_within_its_budget(columns, pairs, kind):
     assert consumer * consumers + other * (chosen.threads - consumers) <= found["registers"] * chosen.threads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_compiles_for_both_architectures(kind, arch):

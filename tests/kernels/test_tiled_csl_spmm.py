@@ -522,6 +522,7 @@ def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     assert chosen.shared_bytes(H200_BLOCKS) <= arch.HOPPER.block_shared_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", tiled_csl_spmm.MMA_BLOCKS)
@@ -532,6 +533,7 @@ def test_the_kernel_for_other_cards_compiles(columns, dtype, target):
     assert found["registers"] * 128 * tiled_csl_spmm.MMA_BLOCKS[columns] <= 65536
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_decoding_compiles(target):
     pytest.importorskip("cuda.core")

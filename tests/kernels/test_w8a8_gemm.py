@@ -310,6 +310,7 @@ def test_configurations_fit_a_multiprocessor():
         ) % chosen.split == 0 < chosen.grid(m, n, 132)
 
 
+@pytest.mark.thorough
 @COMPILER
 @pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=str)
 def test_configurations_compile_without_spills(chosen):

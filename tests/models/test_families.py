@@ -111,6 +111,7 @@ def logits(model) -> torch.Tensor:
         return model(IDS).logits.float()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings", [{"format": "tiled-csl"}, {"format": "tiled-bitmap"}, {"method": "wanda", "text": few_words()}], ids=str
 )
@@ -128,6 +129,7 @@ def test_pruned_models(checkpoint_of, tmp_path, family, settings):
     assert min(zeros) > 0.55
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [

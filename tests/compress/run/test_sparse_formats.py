@@ -73,6 +73,7 @@ def test_saving_again_gives_equal_tensors_that_load(checkpoint_of, tmp_path, fam
     assert torch.equal(logits(tilepress.load(tmp_path / "again")), logits(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_converting_between_all_layouts_changes_no_value(checkpoint_of, tmp_path, cli, family):
     source, first = checkpoint_of(family), tmp_path / "dense"
