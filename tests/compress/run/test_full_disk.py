@@ -43,6 +43,7 @@ def fill_up(source, folder, name: str, monkeypatch, most: int | None = None) -> 
     return len(rooms)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RUNS)
 def test_full_from_any_write_on(checkpoint_of, tmp_path, monkeypatch, name):
     """Four of a run's writes, or all with FULL_DISK=all: `make kills`."""

@@ -48,6 +48,7 @@ def served(model, words: str) -> bool:
     return any(words in path for path in generation.paths(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_every_family(family, checkpoint_of):
     """Of a batch with padding and of each prompt alone, whole and in pieces; windows of 24 tokens slide in some of them."""

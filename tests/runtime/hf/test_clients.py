@@ -41,6 +41,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.thorough
 def test_a_tool_that_takes_a_path_runs_on_an_artifact(artifact, tmp_path):
     (tmp_path / "made_up_tool.py").write_text(TOOL)
     words = sys.executable, "-m", "tilepress.hf", "made_up_tool", str(artifact), "--tasks", "x"

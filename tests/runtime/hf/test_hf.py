@@ -101,6 +101,7 @@ def test_load_alone_decides_about_its_cache(kind, made, monkeypatch):
     assert told(tilepress.load(path))[2] is PagedCache and len(installed) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("kind", STACKED)
 def test_base_models_load_without_a_head_and_a_cache(kind, family, made):

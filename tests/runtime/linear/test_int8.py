@@ -105,6 +105,7 @@ def test_what_plain_transformers_cannot_run_it_does_not_load(checkpoint_of, tmp_
     assert "RuntimeError" in failure, failure
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "weight-only"])
 @pytest.mark.parametrize(
     "family,merges",

@@ -93,6 +93,7 @@ def test_int8_values_in_tiles(two, checkpoint_of, tmp_path):
     same(two(ask, str(tmp_path / "out"), PROMPTS, 8), ask(str(tmp_path / "out"), None, PROMPTS, 8))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family,activations",
     [(f, a) for f in ("llama", "opt") for a in ("token", "tensor", "tensor-asym", "tensor-dynamic", "none")]
