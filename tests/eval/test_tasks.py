@@ -130,6 +130,7 @@ def test_the_command(tiny, questions, cli):
 def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli, monkeypatch):
     (tmp_path / "other.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "gold.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
+    (tmp_path / "nested.jsonl").write_text('{"query": "a", "choices": ["b", ["c"]], "gold": 0}\n')
     (tmp_path / "empty.jsonl").write_text("")
     for options, message in (
         ({"tasks": ["arc"], "dataset": questions}, "--dataset is for our own"),
@@ -139,6 +140,7 @@ def test_requests_that_make_no_sense(tiny, questions, tmp_path, cli, monkeypatch
         ({"limit": 0, "dataset": questions}, "nothing to answer"),
         ({"dataset": tmp_path / "other.jsonl"}, "row 1 of .* is no item of hellaswag; its columns are text"),
         ({"dataset": tmp_path / "gold.jsonl"}, "no item"),
+        ({"dataset": tmp_path / "nested.jsonl"}, "no item"),
         ({"dataset": tmp_path / "empty.jsonl"}, "no rows"),
         ({"dataset": tmp_path / "missing.jsonl"}, "no file"),
         ({"dataset": questions, "bos": "maybe"}, "unknown"),

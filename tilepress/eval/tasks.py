@@ -269,7 +269,8 @@ def _items(name: str, source: str, limit: int | None) -> list[Item]:
     for row in rows(source):
         try:
             item = TASKS[name].read(row)
-            sound = len(item.choices) > 1 and 0 <= item.gold < len(item.choices) and all(item.choices) and item.context
+            texts = (item.context, *item.choices)
+            sound = len(texts) > 2 and 0 <= item.gold < len(texts) - 1 and all(x and isinstance(x, str) for x in texts)
         except (KeyError, TypeError, ValueError, AttributeError):
             sound = False
         if not sound:
