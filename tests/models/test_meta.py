@@ -105,6 +105,13 @@ def test_a_config_costs_no_more_than_what_is_stored(checkpoint_of, tmp_path, con
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("method", [{}, [], 7, True], ids=str)
+def test_a_quantizer_without_a_name_is_refused(checkpoint_of, tmp_path, method):
+    source = changed(checkpoint_of("llama"), tmp_path / "source", {"quantization_config": {"quant_method": method}})
+    with pytest.raises(UsageError, match="names no quantizer"):
+        check_fit(Checkpoint(source))
+
+
 @pytest.mark.parametrize(
     "config",
     [

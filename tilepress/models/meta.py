@@ -64,6 +64,8 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     from transformers.modeling_utils import LoadStateDictConfig
 
     config, method = checkpoint.config, checkpoint.config.get("quantization_config", {}).get("quant_method")
+    if not isinstance(method, str | None):
+        raise UsageError(f"config.json of {checkpoint.name} names no quantizer: {str(method)[:80]}", _NOT_TOGETHER)
     known = str(config.get("model_type")) in CONFIG_MAPPING or (trust_remote_code and "auto_map" in config)
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
