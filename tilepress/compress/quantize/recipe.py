@@ -173,7 +173,7 @@ class Quantize(Recipe):
         return Int8Layout(self.scheme)
 
     def expected_bytes(self, target: Target, density: float, text: Text | None) -> int:
-        """Give each target its share of the weights that may stay in 16 bits: which they are, the text decides."""
+        """Count for each target its share of the weights that may stay in 16 bits: which they are, the text decides."""
         codes = super().expected_bytes(target, density, text)
         kept = 0.0 if target.is_head else self.chosen(text)[-1]
         return codes + round(kept * target.elements * ((self.dtype or target.dtype).itemsize - 1))
