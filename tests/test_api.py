@@ -5,7 +5,8 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+import typing
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,18 @@ def test_every_public_name_is_there_and_documented():
     assert "overwrite" in inspect.getdoc(tilepress.compress)
     with pytest.raises(AttributeError, match="no attribute 'squeeze'"):
         tilepress.squeeze  # noqa: B018
+
+
+def test_every_result_can_be_stored_as_json():
+    """Whatever a public call returns is a dataclass with `to_json`, but for a model, generate's own output and a path."""
+    others = {"load", "decode", "write_card"}
+    calls = {name: call for name in tilepress.__all__ if inspect.isfunction(call := getattr(tilepress, name))}
+    calls |= {"compress": importlib.import_module("tilepress.compress.run.api").compress, "say": tilepress.Chat.say}
+    assert others <= calls.keys() and len(calls) > 14
+    for name in calls.keys() - others:
+        found = typing.get_type_hints(calls[name])["return"]  # X, X | None, or tuple[X, ...]
+        found = next((part for part in typing.get_args(found) if isinstance(part, type)), found)
+        assert is_dataclass(found) and inspect.getdoc(found.to_json), name
 
 
 @pytest.mark.parametrize(

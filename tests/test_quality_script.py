@@ -80,7 +80,7 @@ def test_rows_of_recipes(quality, run, words, tmp_path, model):
 
 
 def test_steps_follow_each_other(quality, words, tmp_path):
-    """Of the recipe with two steps the second reads the first's artifact, and both its numbers are told."""
+    """The second step of a recipe reads the first's artifact, and the numbers of both are told."""
     asked = []
 
     def run(command, seconds):

@@ -1,4 +1,4 @@
-"""How files read: lines within 120 columns, and kernels that say what each pointer points to.
+"""How files read: lines within 120 columns, docstrings that are sentences, and kernels that say what each pointer points to.
 
 Rows of Markdown tables, lines that begin with "|", may be longer: they cannot be broken.
 """
@@ -25,6 +25,8 @@ FITTING = (
     "CHANGELOG.md",
 )  # one pattern more for each that fits
 TOLD = (".py", ".md", ".yaml", ".ipynb")  # files that tell people what to install
+# Words that no docstring begins with.
+FRAGMENTS = ("And", "As", "Behind", "Beside", "By", "From", "In", "Of", "On", "Under", "Where", "With", "Without")
 SOURCES = [source.file for sources in KERNELS.values() for source in sources]
 
 
@@ -34,6 +36,15 @@ def test_lines_fit_120_columns(pattern):
     lines = [(file, i, line) for file in files for i, line in enumerate(file.read_text().splitlines(), 1)]
     long = [(file, i) for file, i, line in lines if len(line) > 120 and not line.startswith("|")]
     assert files and [f"{file.relative_to(ROOT)}:{i}" for file, i in long] == []
+
+
+def test_docstrings_and_comments_begin_as_sentences():
+    """A docstring begins with a verb or names the thing, a comment above a line is a sentence: not "Of each …", nor "In units of …"."""
+    begins = rf'"""(?:{"|".join(FRAGMENTS)}) |^\s*# Of '
+    files = list((ROOT / "tilepress").rglob("*.py"))
+    lines = [(file, i, line) for file in files for i, line in enumerate(file.read_text().splitlines(), 1)]
+    found = [f"{file.relative_to(ROOT)}:{i}: {line.strip()}" for file, i, line in lines if re.search(begins, line)]
+    assert len(files) > 150 and found == []
 
 
 @pytest.mark.parametrize("file", SOURCES)

@@ -81,7 +81,7 @@ def test_a_card_has_the_figures_and_the_artifact_stays_sound(mine):
     ],
 )
 def test_a_run_writes_how_its_result_is_loaded(family, recipes, vllm, checkpoint_of, tmp_path):
-    """By tilepress, transformers and vLLM; licence and languages are those of the source's card, the base that of the first step."""
+    """It is loaded by tilepress, transformers and vLLM; licence and languages are those of the source's card, the base that of the first step."""
     source = tmp_path / "source"
     shutil.copytree(checkpoint_of(family), source)
     (source / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\ntags: [x]\n---\n# Source\n")

@@ -26,7 +26,7 @@ def answer(tokens: list[int], logprob: float) -> dict:
 
 
 def test_answers_are_compared_while_both_chose_the_same(script):
-    """And one token further, where what both knew of is compared: here only what came second."""
+    """The token behind them is compared too, where both knew of it: here only what came second."""
     mine, theirs = (
         [answer([5, 6, 7], -1.0), answer([5, 8, 7], -1.0)],
         [answer([5, 6, 7], -1.5), answer([5, 6, 7], -5.0)],

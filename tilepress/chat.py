@@ -41,6 +41,10 @@ class Answer:
     ids: tuple[int, ...] = field(repr=False)
     prompt_ids: tuple[int, ...] = field(repr=False)
 
+    def to_json(self) -> dict:
+        """Return the answer without token ids, as a dictionary of plain values."""
+        return {name: value for name, value in asdict(self).items() if not name.endswith("ids")}
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -56,9 +60,9 @@ class Generated:
 
     def to_json(self) -> dict:
         """Return what `generate --json` prints, as a dictionary of plain values."""
-        answer = {name: value for name, value in asdict(self.answer).items() if not name.endswith("ids")}
         about = {"model": self.model, "prompt": self.prompt, "templated": self.templated}
-        return about | answer | {"device": self.device, "decoded_by": self.decoded_by, "paths": self.paths}
+        ran = {"device": self.device, "decoded_by": self.decoded_by, "paths": self.paths}
+        return about | self.answer.to_json() | ran
 
 
 def generate(

@@ -18,7 +18,7 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,6 +49,10 @@ class Sampled:
     tokens: int
     warnings: tuple[str, ...]  # what is wrong with it
     was_complete: bool  # found in the cache
+
+    def to_json(self) -> dict:
+        """Return what was written and where it stands, as a dictionary of plain values."""
+        return asdict(self) | {"text": asdict(self.text) | {"file": str(self.text.file)}}
 
 
 def sample(

@@ -221,7 +221,7 @@ def test_references_are_not_timed(pretended, monkeypatch, which):
 
 
 def test_dense_attention_takes_the_fastest_call(monkeypatch):
-    """Of torch's backends for CPUs; a call with rows gives what the one with enable_gqa gives."""
+    """The fastest of torch's backends for CPUs is taken; a call with rows gives what the one with enable_gqa gives."""
     monkeypatch.setattr(attention, "_DEVICE", torch.device("cpu"))
     monkeypatch.setattr(attention, "copies_of", lambda nbytes: 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

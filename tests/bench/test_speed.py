@@ -96,7 +96,7 @@ def test_no_more_tokens_than_a_model_has_positions(cli, pair):
 
 
 def test_two_ranks(pair, tmp_path, two):
-    """Under torchrun: one object, of both; each has half of the heads, and rates are divided by two."""
+    """One object tells of both, as under torchrun; each has half of the heads, and rates are divided by two."""
     source, packed = pair
     words = [
         "eval",

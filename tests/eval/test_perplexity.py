@@ -240,7 +240,7 @@ def test_limit_reads_only_what_it_needs(tokenizer, text, ids):
 
 
 def test_of_a_long_document_only_excerpts_are_tokenized(tokenizer, tmp_path, monkeypatch):
-    """From all over it, the same for the same seed; a short one is tokenized whole, and of a limited measurement its beginning."""
+    """Excerpts come from all over it, the same for the same seed; a short one is tokenized whole, and of a limited measurement its beginning."""
     monkeypatch.setattr(reading, "_WHOLE", 1 << 17)
     monkeypatch.setattr(reading, "_EXCERPT", 1 << 10)
     seen = []
@@ -322,7 +322,7 @@ def test_other_vocabulary_is_refused(artifact, checkpoint_of, text, cli):
 @pytest.mark.parametrize("bits", [None, 8, 4], ids=["", "kv8", "kv4"])
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 def test_kernels_give_the_references_perplexity(tiny, tokenizer, text, tmp_path, kind, bits, monkeypatch):
-    """To 0.1 %, on the card by kernels alone; with a packed cache through its pages, half of a window at once and then token by token.
+    """Kernels alone run on the card, and give it to 0.1 %; with a packed cache through its pages, half of a window at once and then token by token.
 
     Codes flip with the last bit of an activation: where a tenth of all projections' outputs differ in theirs, on one CPU, these 25,000 tokens differ by
     0.1 to 0.2 % with 4 bits, 0.02 to 0.04 % with 8. So windows are compared, and their mean may be three standard errors off, which are small themselves."""

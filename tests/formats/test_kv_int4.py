@@ -153,7 +153,7 @@ UNLIKE = [
 
 
 def place(both: Forms, value: bool, token: int, byte: int, size: int = 32) -> int:
-    """Where a byte of a row stands in its page of units of `size` tokens, written from docs/format.md."""
+    """The place of a row's byte in its page of units of `size` tokens, written from docs/format.md."""
     unit, t = divmod(token, size)
     form = both.value if value else both.key
     key_codes, value_codes = (side.head_dim * side.bits // 8 for side in (both.key, both.value))

@@ -159,7 +159,7 @@ def test_graphs_follow_the_lengths(counts, monkeypatch):
 
 @gpu
 def test_parts_of_a_sequence_are_put_together(monkeypatch):
-    """By their log-sum-exp, a sink being in one of them."""
+    """Parts weigh by their log-sum-exp; a sink is in one of them."""
     take_for_older(monkeypatch)
     whole = Case(drawn(KVFormat(128), [640, 1280], has_sinks=True), "cuda")
     out, lse = whole.run()

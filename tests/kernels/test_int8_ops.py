@@ -38,7 +38,7 @@ assert w8a8_gemm.int_mm(x, x).unique().tolist() == [70 * 127 * 127]
 
 
 def test_int_mm_is_exact_without_vnni(monkeypatch):
-    """Where torch's own product is not, which oneDNN shows when it is held to old instructions before it is first used."""
+    """torch's own product is not exact there, which oneDNN shows when it is held to old instructions before it is first used."""
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "SSE41"}
     ran = subprocess.run([sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=env)
     # Some processors are exact all the same; the script fails where a product is not.

@@ -166,7 +166,7 @@ def test_later_launches_are_checked_as_they_are_packed(driver):
 
 
 def test_errors_name_the_file_and_the_line(tmp_path, monkeypatch):
-    """In a source, in a file that it includes, behind it again, in ptx.cuh and in what ptx.py writes."""
+    """Errors in a source, in a file that it includes, behind it again, in ptx.cuh and in what ptx.py writes."""
     (tmp_path / "ptx.cuh").write_text("typedef unsigned int u32;\nPTX\n")
     (tmp_path / "part.cuh").write_text("// a part\n\nPART\n")
     (tmp_path / "sm80_bad.cu").write_text(

@@ -204,7 +204,7 @@ def test_pages_are_the_same_on_a_card(form, dtype):
 
 
 def read_arguments(form, lengths, max_len, calibrated, rotate, dtype):
-    """Of kv_read over pages of random bytes, which hold every number that can be stored."""
+    """Arguments of kv_read over pages of random bytes, which hold every number that can be stored."""
     generator, heads = torch.Generator().manual_seed(0), 3
     pages = torch.randint(0, 256, (7, heads, form.page_bytes), generator=generator, dtype=torch.uint8)
     table = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in lengths]).int()
@@ -256,7 +256,7 @@ def test_shorter_pages_on_a_card(form, size):
 
 @pytest.mark.gpu
 def test_lengths_and_tables_beyond_are_cut_on_a_card():
-    """As decode_attention does: nobody looks at them on the host."""
+    """They are cut as decode_attention does: nobody looks at them on the host."""
     form = KVFormat(64)
     args = read_arguments(form, [1000, 192, -3], 100, False, False, torch.bfloat16)
     args[1][1] = torch.tensor([-1, 99, 6])

@@ -185,7 +185,7 @@ def test_norms_are_qwens_within_a_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_by_hand(dtype):
-    """In float64, before anything turns."""
+    """The norm in float64, before anything turns."""
     case = Case(KVFormat(96, 16), dtype, rotary=0, norm=True, bias=False)
     parts = case.parts()
     x, weight = parts["query"].double(), parts["query_norm"].double()
@@ -246,7 +246,7 @@ def test_tokens_without_a_slot_have_queries(device):
 
 
 def variants():
-    """Of everything but form and dtype: what share of the channels turns, and the rest."""
+    """Variants of everything but form and dtype: what share of the channels turns, and the rest."""
     yield 1.0, Case()
     yield 1.0, Case(interleaved=True, norm=True, fold=True)
     yield 1.0, Case(tokens=1, group=1, bias=False, calibrated=False, refits=0)

@@ -248,7 +248,7 @@ def test_arguments_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("n,columns,passes", [(3, 8, 1), (64, 64, 1), (100, 128, 1), (1500, 256, 6)])
 def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
-    """Without a card: sizes and addresses of one launch."""
+    """Sizes and addresses of one launch, without a card."""
     pretend(monkeypatch, (9, 0))
     seen = kept(monkeypatch, tiled_csl_spmm)
     monkeypatch.setattr(tiled_csl_spmm, "_planned", tiled_csl_spmm._planned.__wrapped__)

@@ -159,7 +159,7 @@ def test_every_configuration(chosen, monkeypatch):
 @HOPPER
 @pytest.mark.parametrize("chosen", [c for c in CONFIGURATIONS if c.split == 1], ids=str)
 def test_blocks_of_many_tiles(chosen, monkeypatch):
-    """Of which the last ones are for all blocks, for half of them, and for fewer."""
+    """The last tiles are for all blocks, for half of them, and for fewer."""
     monkeypatch.setattr(w8a8_gemm, "configuration_for", lambda *_: chosen)
     for blocks, (m, n, k) in itertools.product(
         (3, 4, 5), [(2 * chosen.tokens + 9, 456, 2064), (3 * chosen.tokens, 200, 144)]

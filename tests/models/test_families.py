@@ -50,7 +50,7 @@ def test_the_classes_are_there(family):
 
 @pytest.mark.parametrize("family", SERVED, ids=named(SERVED))
 def test_the_parts_are_there(family):
-    """Under the names of the entry, of the classes that it says, as many linear layers as the model has, and no parts beside them."""
+    """The entry's names and classes find every linear layer that the model has, and no parts are beside them."""
     model, names = on_meta(family), family.names
     layer = part(model, f"{names.body}.{names.layers}")[0]
     attention = part(layer, names.attention)

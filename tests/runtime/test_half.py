@@ -31,7 +31,7 @@ def whole(*shape):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_are_rounded_once(calls, rows, dtype):
-    """Of whole numbers the sum is exact, so that there is one right answer."""
+    """Sums of whole numbers are exact, so that there is one right answer."""
     a, b, c = whole(rows, 300), whole(300, 24), whole(24)
     many, others = whole(3, rows, 300), whole(3, 300, 24)
     cases = {

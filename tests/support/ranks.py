@@ -34,7 +34,7 @@ class Answer:
 def ask(
     path: str, group, prompts: list[list[int]], count: int, dtype=torch.float32, own=True, device="cpu", **options
 ) -> Answer:
-    """Of the model there: this rank's part, or for no group the whole on a device; `options` go to `generate`."""
+    """Answers of the model there: this rank's part, or for no group the whole on a device; `options` go to `generate`."""
     from support.decoding import decoded
 
     import tilepress

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from dataclasses import asdict
 
 import tilepress
 from tilepress.cli.flags import Model, takes
@@ -65,4 +64,4 @@ def _answer(talk, line: str, drawn: dict, quiet: bool) -> None:
         return
     print()
     if not quiet:
-        say(f"[{speed_line(asdict(answer))}]")
+        say(f"[{speed_line(answer.to_json())}]")

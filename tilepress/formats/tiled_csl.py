@@ -179,7 +179,7 @@ def _pack_tiles(windows: Tensor) -> tuple[Tensor, Tensor, PackStats]:
     sizes = bank_plan.full_steps * 32 + 4 * bank_plan.lanes
     steps = bank_plan.full_steps + 4 * (bank_plan.lanes > 0)
     bank = torch.arange(BANKS, device=device)
-    # Of each (tile, bank): its tile's first word, and its column of the first step in `crowd`.
+    # The tile's first word, and the column of the first step in `crowd`, of each (tile, bank).
     base = (torch.cumsum(sizes.long(), 0) - sizes)[:, None].expand(tiles, BANKS).reshape(-1)
     column = (torch.cumsum(steps.long(), 0) - steps)[:, None].mul(BANKS).add(bank).reshape(-1)
     words = torch.empty(int(sizes.sum()), dtype=torch.int32, device=device)

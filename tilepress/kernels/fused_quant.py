@@ -133,7 +133,7 @@ def activation_int8_ref(x, activation, mode, scale, zero_point) -> tuple[Tensor,
     return _quantize(ACTIVATIONS[activation](x), mode, scale, zero_point)
 
 
-# As sm80_fused_quant.cu numbers what it does to a row.
+# sm80_fused_quant.cu numbers so what it does to a row.
 QUANTIZE, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, SILU_MUL = range(6)
 _OF_TWO_ROWS = ADD_RMS_NORM, ADD_LAYER_NORM, SILU_MUL
 _ACTIVATION = {"relu": 6, "gelu": 7, "gelu_tanh": 8, "gelu_new": 9}

@@ -35,7 +35,7 @@ CACHE_TAKES = (
 )
 CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # tensors, as kernels take them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
-# With 0 bits values are stored as keys are.
+# 0 bits: values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
 QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}"
 UNLIKE = "keys and values of unlike forms, the kernel takes one form"

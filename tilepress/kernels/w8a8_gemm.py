@@ -178,9 +178,9 @@ def configuration_for(m: int, n: int, k: int) -> Configuration:
     return chosen
 
 
-# Of each tensor that is a weight or has views that are, by address and shape: the version that was last multiplied.
+# The version that was last multiplied of each tensor that is a weight or has views that are, by address and shape.
 _MULTIPLIED: OfTensors[dict[tuple[int, torch.Size], int]] = OfTensors()
-# Of the same, rows' sums int32 [n], which stay where they are, as graphs know them, and the version that they are of.
+# Rows' sums int32 [n] of the same tensors, with the version that they are of: they stay where they are, as graphs know them.
 _SUMS: OfTensors[dict[tuple[int, torch.Size], tuple[int, Tensor]]] = OfTensors()
 
 

@@ -286,7 +286,7 @@ def test_windows_together_are_searched_as_one_by_one():
 
 @pytest.mark.parametrize("form,rotate", [(KVFormat(32), False), (KVFormat(32), True)], ids=str)
 def test_a_first_token_that_is_always_the_same_is_stored_exactly(form, rotate):
-    """Where it takes most of the attention: to the rounding of float16 scales, and the output's error falls by half."""
+    """It is exact to the rounding of float16 scales, and where it takes most of the attention the output's error falls by half."""
     seen = _with_a_sink()
     search = kv_search.Search(seen)
     assert search.first_attention > 0.6
@@ -370,7 +370,7 @@ def test_keys_are_rotated_where_that_lowers_the_error(checkpoint_of, tmp_path):
 
 
 def test_error_weights(checkpoint_of, tmp_path):
-    """Of a value its scale squared; of a key also the power of the queries that meet it; a mean of 1 in each head."""
+    """A value's weight is its scale squared; a key's also the power of the queries that meet it; a mean of 1 in each head."""
     calibrate(checkpoint_of("llama"), tmp_path / "out", rotation="none")
     for keys, values, *_ in kv_calibration.load(Checkpoint(tmp_path / "out")).layers:
         expected = values.channels[1].square()
@@ -493,7 +493,7 @@ def test_the_command(checkpoint_of, tmp_path, cli):
 
 
 def test_a_sink_is_told(calibrated):
-    """Where the first token takes half of a layer's attention; random models have no such layer."""
+    """A sink is where the first token takes half of a layer's attention; random models have no such layer."""
     told = json.loads((calibrated / "tilepress.json").read_text())["kv_cache"]
     assert all(0 < layer["first_attention"] < 0.5 for layer in told["report"])
     assert "sink" not in kv_text(told, 1.0)

@@ -178,7 +178,7 @@ def test_norms_of_single_heads_are_no_producers_of_the_whole_input(tmp_path):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_exact_factors_undo_the_rounding_of_the_norm(offset):
-    """Of a norm that multiplies by its weight, and of one that multiplies by 1 + w, whose stored weight is (1 + w) / factor - 1."""
+    """Factors of a norm that multiplies by its weight, and of one that multiplies by 1 + w, whose stored weight is (1 + w) / factor - 1."""
     weight = torch.rand(200, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3] = -offset  # multiplies by 0
     wanted = torch.rand(200, generator=torch.Generator().manual_seed(1)) * 10 + 0.01

@@ -86,7 +86,7 @@ def measured(folder, text) -> float:
 
 @pytest.mark.thorough
 def test_better_methods_are_better(tiny, halves, tmp_path):
-    """On text that neither training of the masks nor the refit saw."""
+    """Better on text that neither training of the masks nor the refit saw."""
     text, held_out = halves
     found = {}
     for method in ("magnitude", "wanda", "sparsegpt"):

@@ -41,7 +41,7 @@ def nothing_bytes(checkpoint_of, command, tmp_path_factory) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read anonymous memory")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_what_the_dry_run_says(checkpoint_of, command, cli, tmp_path, nothing_bytes, case):
-    """In float32, where it does not depend on the CPU's units."""
+    """Memory in float32, which does not depend on the CPU's units."""
     family, changes, settings = CASES[case]
     source = checkpoint_of(family, **{"shard_size": "100MB", "dtype": torch.float32} | changes)
     run = words(source, tmp_path / "out", *settings)

@@ -30,7 +30,7 @@ def problem(tokens=TOKENS, seed=0):
 
 
 def plain_sparsegpt(weight: np.ndarray, hessian: np.ndarray, zeros: int, block: int) -> np.ndarray:
-    """In float64, by definition: after each column the inverse Hessian of the columns that are left, by elimination."""
+    """SparseGPT in float64, by definition: after each column the inverse Hessian of the columns that are left, by elimination."""
     weight, inverse = weight.copy(), np.linalg.inv(hessian)
     rows, columns = weight.shape
     done, pruned = 0, np.zeros((rows, columns), bool)
@@ -203,7 +203,7 @@ def test_a_matrix_that_cannot_be_factored_is_named():
 
 
 def test_a_column_takes_few_operations():
-    """On a card each is a launch, and large models have a million columns."""
+    """Each is a launch on a card, and large models have a million columns."""
 
     class Counter(TorchDispatchMode):
         count = 0

@@ -426,7 +426,7 @@ def test_float_layers_that_ignore_does_not_name_are_found(checkpoint_of, tmp_pat
 
 
 def test_auto_takes_the_best_alpha(checkpoint_of, tmp_path):
-    """Where one layer reads an input and ranges are the extremes, the recorded error is what the search compares."""
+    """The recorded error is what the search compares, where one layer reads an input and ranges are the extremes."""
     source, errors, alphas = checkpoint_of("qwen2", torch.float32), {}, [i / 10 for i in range(11)]
     for smooth in ("off", "auto", *map(str, alphas)):
         settings = {"activations": "tensor", "observer": Observer("minmax"), "smooth": smooth, "text": TEXT}

@@ -60,7 +60,7 @@ def test_moments_that_cannot_be_factored_are_named():
 
 @pytest.mark.parametrize("repeat", [(1, 1), (2, 4)])
 def test_learned_factors_lower_the_error_of_outputs(repeat):
-    """With channels that are large everywhere, others that are large in few tokens, and one token that dwarfs all."""
+    """Inputs with channels that are large everywhere, others that are large in few tokens, and one token that dwarfs all."""
     x = _correlated(512, 64)
     x[:, 5] *= 40
     x[:, 23] *= 15

@@ -214,7 +214,7 @@ def test_experts_in_one_tensor_learn_what_those_apart_do(checkpoint_of, tmp_path
 
 @pytest.mark.parametrize("family", ["gpt-oss", "opt", "llama-tied"])
 def test_every_zero_of_another_tool_is_held(checkpoint_of, tmp_path, cli, family):
-    """In embeddings, fused experts and biases too."""
+    """Zeros of embeddings, fused experts and biases are held too."""
     base, pruned = checkpoint_of(family), tmp_path / "pruned"
     torch.manual_seed(3)
     edited(base, pruned, lambda name, tensor: tensor * (torch.rand(tensor.shape) > 0.3))
@@ -276,7 +276,7 @@ def test_prune_with_recover_is_prune_and_then_recover(llama, tmp_path, cli, scop
 
 
 def test_the_card_of_a_recovered_model_says_what_is_known_of_one(llama, tmp_path, cli):
-    """Not what pruning alone costs, whichever command it went through last."""
+    """It does not warn of what pruning alone costs, whichever command it went through last."""
     base, _ = llama
     prune(base, tmp_path / "pruned", 0.8)
     recover(tmp_path / "pruned", base, tmp_path / "recovered")

@@ -1,4 +1,4 @@
-"""Where the time goes: stages against a clock that the test moves, and in what the commands print; on a card, how long large weights take."""
+"""Stages, which say where the time goes, against a clock that the test moves, and in what the commands print; on a card, how long large weights take."""
 
 import time
 

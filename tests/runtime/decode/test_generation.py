@@ -51,7 +51,7 @@ def served(model, words: str) -> bool:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_every_family(family, checkpoint_of):
-    """Of a batch with padding and of each prompt alone, whole and in pieces; windows of 24 tokens slide in some of them."""
+    """Tokens of a batch with padding and of each prompt alone, whole and in pieces; windows of 24 tokens slide in some of them."""
     model = tilepress.load(checkpoint_of(family), dtype=torch.float32)
     assert decoder.why_not(model, 128) is None
     expected = alone(model, PROMPTS, 12)
@@ -64,7 +64,7 @@ def test_tokens_of_every_family(family, checkpoint_of):
 
 
 def test_a_trained_model(tiny):
-    """In bfloat16, where sums are rounded otherwise, tokens part only where two are about equally likely."""
+    """Tokens in bfloat16, where sums are rounded otherwise, part only where two are about equally likely."""
     model, tokenizer = tilepress.load(tiny, dtype=torch.float32), AutoTokenizer.from_pretrained(tiny)
     prompts = [tokenizer(text).input_ids for text in ("import os\n\ndef main(", "The quick brown", "class A:\n    def")]
     assert decoded(model, prompts, 30, eos_token_id=0) == generated(model, prompts, 30, eos_token_id=0)
@@ -444,7 +444,7 @@ def test_no_fallback_runs(kind, family, how, made, monkeypatch):
 @pytest.mark.parametrize("kind", ["dense", "tiled-csl", "tiled-bitmap", "int8"])
 @pytest.mark.parametrize("bits", [16, 4, None], ids=["16", "4", "contiguous"])
 def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, monkeypatch):
-    """On kernels alone: greedily, with stop tokens and a streamer, with processors, by sampling; batches of several sizes use one batch's memory."""
+    """Kernels alone run: greedily, with stop tokens and a streamer, with processors, by sampling; batches of several sizes use one batch's memory."""
     source = checkpoint_of("llama", **CARD)
     if kind == "int8":
         quantize(source, tmp_path / "out")
@@ -481,7 +481,7 @@ def test_graphs_replay_what_runs_eagerly(kind, bits, checkpoint_of, tmp_path, mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
 def test_tokens_on_a_card(family, checkpoint_of):
-    """In float32 they are those of plain `generate`, also where the prompt lies on the host."""
+    """Tokens in float32 are those of plain `generate`, also where the prompt lies on the host."""
     shape = {"hidden_size": 256, "ffn_dim": 256, "word_embed_proj_dim": 256} if family == "opt" else CARD
     model = tilepress.load(checkpoint_of(family, **shape), device="cuda", dtype=torch.float32)
     before = torch.get_float32_matmul_precision()

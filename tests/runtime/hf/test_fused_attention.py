@@ -117,7 +117,7 @@ def prompt(padding: int = 5) -> dict:
 
 
 def passes(model, steps: int = 3):
-    """Of a prompt and of single positions after it: logits, and the pages of all layers after each pass."""
+    """Logits of a prompt and of single positions after it, and the pages of all layers after each pass."""
     inputs, cache = prompt(), PagedCache(model.kv_state.calibration, model.device, num_pages=4)
     inputs = {name: x.to(model.device) for name, x in inputs.items()}
     mask, logits, pages = inputs["attention_mask"], [], []
@@ -166,7 +166,7 @@ def test_formats(monkeypatch, form):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens(monkeypatch, family):
-    """Of a batch with padding, greedily and by beams, against each model's own forward; and of a sequence of the batch alone."""
+    """Tokens of a batch with padding, greedily and by beams, against each model's own forward; and of a sequence of the batch alone."""
     fused, separate = pair(monkeypatch, stock(family))
     found = fused.generate(**prompt(), **OPTIONS)
     assert torch.equal(found, separate.generate(**prompt(), **OPTIONS))
@@ -331,7 +331,7 @@ LIKE_LLAMA = [
 
 @pytest.mark.parametrize("name", LIKE_LLAMA)
 def test_the_classes_compute_what_the_op_does(name):
-    """As transformers has them now: forward, RoPE and its angles are Llama's or Qwen3's to the letter."""
+    """Their forward, RoPE and its angles are Llama's or Qwen3's to the letter, as transformers has them now."""
     path, kind = name.rsplit(".", 1)
     module = importlib.import_module(path)
     llama, qwen3 = (importlib.import_module(f"transformers.models.{n}.modeling_{n}") for n in ("llama", "qwen3"))
@@ -351,7 +351,7 @@ def test_the_classes_compute_what_the_op_does(name):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_values_that_are_not_finite_name_the_layer(family):
-    """In prompts and, on a CPU, in single positions."""
+    """They are told in prompts and, on a CPU, in single positions."""
     model = with_pages(stock(family))
     with torch.no_grad():
         cache = model(**prompt(), use_cache=True).past_key_values

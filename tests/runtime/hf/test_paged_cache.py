@@ -41,7 +41,7 @@ def model(calibrated):
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory, tiny):
-    """In 8 bits, where it hardly shows that rounding tips a value from one code to the next: batches and pieces of a text round differently."""
+    """8 bits, where it hardly shows that rounding tips a value from one code to the next: batches and pieces of a text round differently."""
     path = tmp_path_factory.mktemp("kv") / "tiny-kv8"
     run_recipe(KVCache(bits=8), tiny, path, text=few_words(8, 256))
     return tilepress.load(path, dtype=torch.float32)

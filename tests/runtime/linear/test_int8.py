@@ -293,7 +293,7 @@ def test_verify_lists_an_ignore_that_is_none(checkpoint_of, tmp_path, cli, ignor
 
 
 def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
-    """With the keys that llm-compressor writes, without a manifest."""
+    """A folder with the keys that llm-compressor writes, without a manifest."""
     quantize(checkpoint_of("llama"), tmp_path / "out")
     (tmp_path / "out" / "tilepress.json").unlink()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -314,7 +314,7 @@ def test_checkpoints_of_other_tools_load(checkpoint_of, tmp_path):
 
 
 def test_scales_without_a_dimension_and_patterns_in_ignore(static, tmp_path):
-    """As other writers have them."""
+    """Scales and patterns as other writers have them."""
     shutil.copytree(static, tmp_path / "out")
     expected = logits(tilepress.load(tmp_path / "out"))
     (tmp_path / "out" / "tilepress.json").unlink()
@@ -359,7 +359,7 @@ def test_layers_that_accelerate_moves_stay_separate(checkpoint_of, tmp_path):
     ],
 )
 def test_only_the_attentions_output_is_quantized_by_itself(checkpoint_of, tmp_path, family, fused, device):
-    """Of two layers: what runs beside four GEMMs each."""
+    """What runs in two layers beside four GEMMs each."""
     quantize(checkpoint_of(family), tmp_path / "out")
     model = tilepress.load(tmp_path / "out", device=device)
     with Counted() as counted:

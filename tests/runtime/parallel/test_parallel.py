@@ -128,7 +128,7 @@ def outer_products(path: str, group, rows: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("activations", ["token", "tensor-dynamic"])
 def test_scales_are_of_whole_tokens(two, activations, checkpoint_of, tmp_path):
-    """With a part's own scales the error were a hundredth; with those of the whole integer sums are the same."""
+    """Scales of the whole give the same integer sums; a part's own would be a hundredth off."""
     quantize(checkpoint_of("llama", **WIDE), tmp_path / "out", activations=activations)
     one = outer_products(str(tmp_path / "out"), None)
     for found in two(outer_products, str(tmp_path / "out")):
@@ -191,7 +191,7 @@ def test_sampled_tokens(two, checkpoint_of):
 
 
 def theirs(path: str, group) -> list[int]:
-    """By transformers' own generate."""
+    """The tokens of transformers' own generate."""
     model = load(path, dtype=torch.float32, group=group)
     ids = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     return model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()

@@ -25,7 +25,7 @@ from tilepress.formats.kv_int4 import KVFormat, forms_of
 from tilepress.kernels import arch, jit
 from tilepress.runtime.vllm import attention, cache
 
-# Of log-probabilities: at most, and on average. A rounding elsewhere tips a stored number from one code to the next here and there, and attention of
+# Bounds of log-probabilities: at most, and on average. A rounding elsewhere tips a stored number from one code to the next here and there, and attention of
 # further layers sees it. 8 bits are compared, where that does little: in 4 bits the model itself, given a text at once or in pieces, differs by up to 1.
 TOLERANCE, MEAN = (0.3, 0.05) if CARD else (0.15, 0.01)
 PAGE = 64 * 1088  # bytes of the demo's model in 8 bits
@@ -405,7 +405,7 @@ class NothingRead(torch.utils._python_dispatch.TorchDispatchMode):
     ],
 )
 def test_a_batch_is_taken_as_it_lies_on_the_card(counts, lengths, tokens, are_single):
-    """In memory that stands still. Single queries need no word on where they lie, and get the kernel for them."""
+    """Its memory stands still. Single queries need no word on where they lie, and get the kernel for them."""
     asked = batch(counts, lengths, tokens)
     found = build(asked)
     assert found.queries == tokens and (found.starts is None) == are_single

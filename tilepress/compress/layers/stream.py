@@ -27,7 +27,7 @@ class Stream:
         self.modules = dict(module.named_modules(prefix=layer))
         self._settled: list[str] = []
         self._kept: dict[tuple[str, int], Tensor | tuple] = {}  # outputs of settled children, by window
-        # For a linear layer whose output is a child's: the child, and what follows in its tuple.
+        # The child whose output a linear layer's is, and what follows in the child's tuple.
         self._ends: dict[str, tuple[str, tuple | None]] = {}
         # What is left of a child's run once that linear layer's input was seen, by window.
         self._rest: dict[tuple[str, int], Callable[[], Tensor | tuple]] = {}

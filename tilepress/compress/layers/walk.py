@@ -242,7 +242,7 @@ class Walk:
         check_vocabulary(self.windows, model.model)
         streams = {HIDDEN: [model.embed(torch.tensor(window)).to(visitor.dtype) for window in windows]}
         lengths = [len(window) for window in self.windows]
-        # For the probes, and for other ranks' windows that are looked at by all.
+        # Masks of these lengths are needed by the probes, and by other ranks' windows that all look at.
         for length in {min(PROBE_TOKENS, *map(len, windows)), *(lengths if ranks.size > 1 else ())}:
             model.embed(torch.zeros(length, dtype=torch.long))
         visitor.start(model, windows, streams)

@@ -33,7 +33,7 @@ from tilepress.ranks import Ranks
 
 SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
-# Of each input, for learned factors: a channel that is rarely large needs many. On a card they cost no more launches.
+# Learned factors see so many rows of an input: a channel that is rarely large needs many. On a card they cost no more launches.
 LEARNING_ROWS = {"cpu": 4096, "cuda": 16384}
 _GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 

@@ -126,7 +126,7 @@ class Run:
         started, stages = time.monotonic(), {}
         store = Output(plan) if plan.remote is not None and plan.remote.output is not None else None
         on_ray = contextlib.nullcontext() if ray is None else cluster.connected(ray, workers)
-        # Of ranks that speak to each other the first holds the lock for all.
+        # The first of ranks that speak to each other holds the lock for all.
         with on_ray, Lock(plan.output, plan.work, apart) as lock:
             if store is not None:
                 store.look()

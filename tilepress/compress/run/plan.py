@@ -212,7 +212,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Remote:
-    """Where a run's model and output are in stores, as addresses; None for a folder."""
+    """The addresses of a run's model and output that are in stores; None for a folder."""
 
     source: str | None
     output: str | None
@@ -253,7 +253,7 @@ class Plan:
 
     @property
     def place(self) -> Path | str:
-        """Where the result goes, as the user gave it."""
+        """The folder or address that the result goes to, as the user gave it."""
         return (self.remote and self.remote.output) or self.output
 
     @property

@@ -39,7 +39,7 @@ def job_id() -> str | None:
 
 
 def check_shared(plan: Plan, rank: int, patience_s: float = 60.0, every_s: float = 0.2) -> None:
-    """As rank 0 leave a token; as another wait for it. Raises TilepressError where it does not come.
+    """Leave a token as rank 0, or wait for it as another rank. Raises TilepressError where it does not come.
 
     Ranks that no launcher started together may run one after the other: nothing can be said of them."""
     if (job := job_id()) is None:
