@@ -38,6 +38,16 @@ def test_lines_fit_120_columns(pattern):
     assert files and [f"{file.relative_to(ROOT)}:{i}" for file, i in long] == []
 
 
+def test_the_design_is_two_screens_and_names_what_is_there():
+    """Every file and folder that it names stands in the package, its tests, benchmarks or docs."""
+    text = (ROOT / "docs" / "DESIGN.md").read_text()
+    assert len(text.splitlines()) <= 130
+    folders = [ROOT / name for name in ("tilepress", "tests", "benchmarks", "docs")]
+    there = {path.name for folder in folders for path in (folder, *folder.rglob("*"))} | {"mkdocs.yml"}
+    named = set(re.findall(r"\b[a-z]\w*\.(?:py|cu|yml)\b|\b[a-z]\w*(?=/)", text))
+    assert len(named) > 90 and {name for name in named if name not in there} == set()
+
+
 def test_docstrings_and_comments_begin_as_sentences():
     """A docstring begins with a verb or names the thing, a comment above a line is a sentence: not "Of each …", nor "In units of …"."""
     begins = rf'"""(?:{"|".join(FRAGMENTS)}) |^\s*# Of '

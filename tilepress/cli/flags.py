@@ -153,6 +153,14 @@ class Making:
     json_: Json = False
     quiet: Quiet = False
 
+    def source(self) -> dict:
+        """Return the arguments that say how a model's files are read."""
+        return {"trust_remote_code": self.trust_remote_code, "revision": self.revision}
+
+    def running(self) -> dict:
+        """Return the arguments of a run in one process."""
+        return self.source() | {"device": self.device, "resume": self.resume, "overwrite": self.overwrite}
+
 
 @dataclass(frozen=True)
 class Writing(Making):
@@ -187,6 +195,11 @@ class Measuring:
     write_card: WriteCard = False
     json_: Json = False
     quiet: Quiet = False
+
+    def loading(self) -> dict:
+        """Return the arguments that say how a model is loaded."""
+        chosen = {"device": self.device, "dtype": parse_dtype(self.dtype) or "auto"}
+        return chosen | {"trust_remote_code": self.trust_remote_code, "revision": self.revision}
 
 
 def takes(flags: type) -> Callable:

@@ -156,8 +156,7 @@ def _make(
         raise UsageError("--report reads a folder", "leave it out, or write to a folder")
     quiet_libraries()
     settle_threads(how.threads, how.quiet or how.dry_run)
-    options = {"trust_remote_code": how.trust_remote_code, "revision": how.revision}
-    run = tilepress.plan(model, output, recipe, dataset=text, **options)
+    run = tilepress.plan(model, output, recipe, dataset=text, **how.source())
     for warning in run.warnings:
         say(f"warning: {warning}")
     if how.dry_run:
@@ -171,7 +170,7 @@ def _make(
         ranks.wait()  # for text that the first one has the model write
     if run.plan.text is not None and (rank == 0 or ranks is not None):  # others take what it calibrates
         written = own_text(writer or model, run.plan.text, how, None if writer else how.revision)
-        run = tilepress.plan(model, output, recipe, dataset=written, **options)
+        run = tilepress.plan(model, output, recipe, dataset=written, **how.source())
     if ranks is not None and not rank:
         ranks.wait()
     with Bar(words.title, how.quiet or (ranks is not None and rank > 0)) as bar:

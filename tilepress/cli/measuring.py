@@ -44,3 +44,9 @@ def tell(found: dict, text: Callable[[dict], str], model: str, how: Measuring) -
     show_report([found], how.report)
     if how.write_card:
         say(f"wrote {tilepress.write_card(model, found)}")
+
+
+def ran(result: dict) -> str:
+    """Return the last line of a table: what ran a model's layers, and for how long."""
+    paths = (f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
+    return f"\n\n  ran {'; '.join(paths)}; {result['seconds']:.1f} s"

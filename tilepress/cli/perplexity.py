@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Measuring, Model, parse_dtype, parse_share, takes
-from tilepress.cli.measuring import begin, ranks, tell
+from tilepress.cli.flags import Measuring, Model, parse_share, takes
+from tilepress.cli.measuring import begin, ran, ranks, tell
 from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, say, table, with_error
 from tilepress.formats import UsageError
 
@@ -86,12 +86,9 @@ def perplexity(
             bos=bos,
             noise_floor=noise_floor,
             kv=kv,
-            device=how.device,
-            dtype=parse_dtype(how.dtype) or "auto",
-            trust_remote_code=how.trust_remote_code,
-            revision=how.revision,
             group=group,
             progress=bar.at,
+            **how.loading(),
         )
     if not is_first:
         return
@@ -144,5 +141,4 @@ def _text(result: dict) -> str:
             title += (
                 f"\n  simulated: {cache['sim_perplexity']:.4f}, the cache is {cache['decode_over_sim']:+.3%} from that"
             )
-    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
-    return table(title, head, [*rows, row]) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
+    return table(title, head, [*rows, row]) + ran(result)

@@ -162,18 +162,7 @@ def _sweep(
     text = text and own_text(model, text, how, how.revision)
     with Bar("sweep", how.quiet) as bar:
         found = sweep(
-            model,
-            output,
-            recipes,
-            dataset=text,
-            evaluate_on=eval_dataset,
-            bos=bos,
-            device=how.device,
-            resume=how.resume,
-            overwrite=how.overwrite,
-            trust_remote_code=how.trust_remote_code,
-            revision=how.revision,
-            progress=bar.at,
+            model, output, recipes, dataset=text, evaluate_on=eval_dataset, bos=bos, progress=bar.at, **how.running()
         )
     title = f"  {recipes[0].method} on {eval_dataset}; dense: {found.rows[0].base_perplexity:.4f}"
     print(json.dumps(found.to_json(), indent=2) if how.json_ else table(title, HEAD, cells(found.rows)))

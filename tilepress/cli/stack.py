@@ -49,12 +49,8 @@ def stack(
             output,
             [each for each, _ in pairs],
             dataset=texts if any(texts) else None,
-            device=how.device,
-            resume=how.resume,
-            overwrite=how.overwrite,
-            trust_remote_code=how.trust_remote_code,
-            revision=how.revision,
             progress=bar.at,
+            **how.running(),
         )
     facts = made.to_json() | {"recipe": steps.to_json()}
     print(json.dumps(facts, indent=2) if how.json_ else _text(facts))

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 import tilepress
-from tilepress.cli.flags import Bos, Measuring, Model, parse_dtype, parse_share, takes
-from tilepress.cli.measuring import begin, tell
+from tilepress.cli.flags import Bos, Measuring, Model, parse_share, takes
+from tilepress.cli.measuring import begin, ran, tell
 from tilepress.cli.terminal import EXIT_CHECK_FAILED, Bar, cell, check_writable, say, table, with_error
 from tilepress.formats import UsageError
 
@@ -66,11 +66,8 @@ def tasks(
             limit=limit,
             fewshot=fewshot,
             bos=bos,
-            device=how.device,
-            dtype=parse_dtype(how.dtype) or "auto",
-            trust_remote_code=how.trust_remote_code,
-            revision=how.revision,
             progress=bar.at,
+            **how.loading(),
         )
     tell(found.to_json(), _text, model, how)
     if least is not None and (found.recovery is None or found.recovery[0] < least):
@@ -105,8 +102,7 @@ def _text(result: dict) -> str:
     title = f"{sizes}; {protocol['dtype']} on {protocol['device']}"
     if protocol["limit"]:
         title += f" (quick: at most {protocol['limit']} items)"
-    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
-    return table(title, head, rows) + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
+    return table(title, head, rows) + ran(result)
 
 
 def _recovered(scores: dict) -> str:
@@ -133,6 +129,5 @@ def _of_harness(result: dict) -> str:
     title = f"lm-evaluation-harness; {protocol['dtype']} on {protocol['device']}"
     if protocol["limit"]:
         title += f" (quick: at most {protocol['limit']} items)"
-    ran = "; ".join(f"{count} layer{'s' if count > 1 else ''} by {path}" for path, count in result["paths"].items())
     total = f"\n\n  recovery over tasks {_recovered(result)}" if "recovery" in result else ""
-    return table(title, head, rows) + total + f"\n\n  ran {ran}; {result['seconds']:.1f} s"
+    return table(title, head, rows) + total + ran(result)
