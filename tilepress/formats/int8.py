@@ -320,6 +320,7 @@ class Int8Layout(Layout):
     """int8 codes with scales; those of a Conv1D as [1, in, out], which no loader takes for its weight."""
 
     name, title, sparse, offered, matrix_of_codes = "int8", "INT8", False, False, True
+    stored_as = FORMAT  # in compressed-tensors' words
 
     def __init__(self, scheme: Int8Scheme | None = None):
         """The scheme is needed for writing alone: `config.json` has it."""

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilepress.formats import TilepressError, dtype_name
-from tilepress.formats.int8 import VERIFY, Codes, Int8Layout, Int8Scheme, Int8Weight, examine, part_names, scheme_of
+from tilepress.formats.int8 import (
+    PACKED_FORMAT,
+    VERIFY,
+    Codes,
+    Int8Layout,
+    Int8Scheme,
+    Int8Weight,
+    examine,
+    part_names,
+    scheme_of,
+)
 from tilepress.formats.layout import Add, Form, Span, register
 
 _WORD = 4  # codes
@@ -54,7 +64,7 @@ class Int8PackedWeight(Int8Weight):
 class PackedLayout(Int8Layout):
     """Words of four codes, with scales of rows."""
 
-    name, title = "int8-packed", "INT8"
+    name, title, stored_as = "int8-packed", "INT8", PACKED_FORMAT
     described_by = "_shape"
 
     def __init__(self):

@@ -78,10 +78,17 @@ def test_a_trained_model(tiny):
             assert float((logits[ours[parted]] - logits[theirs[parted]]).abs()) < 2**-5 * float(logits.max())
 
 
+KINDS = [(family, kind) for family in ("llama", "opt") for kind in STACKED]
+KINDS += [
+    (family, kind)
+    for family in FAMILIES[1:5] + FAMILIES[6:]
+    for kind in ("tiled-csl", "int8", "tiled-bitmap+kv4", "int8+kv4")
+]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama", "opt"])
-@pytest.mark.parametrize("kind", STACKED)
-def test_every_kind_of_artifact(kind, family, made):
+@pytest.mark.parametrize("family,kind", KINDS)
+def test_every_kind_of_artifact(family, kind, made):
     """Dense, sparse, INT8, each with and without packed pages, in a batch with padding."""
     model = tilepress.load(made(family, kind), dtype=torch.float32)
     expected = alone(model, PROMPTS, 6)

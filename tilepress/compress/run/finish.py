@@ -248,11 +248,16 @@ def _int8_loaders(tensors: list[dict], steps: list[dict]) -> str:
     int8 = [tensor for tensor in tensors if layout_named(tensor["layout"]).matrix_of_codes]
     if any(tensor.get("transposed") for tensor in int8):
         return "They are Conv1D layers, which compressed-tensors does not know: other loaders refuse the folder."
-    packed = any(tensor["layout"] == "int8-packed" for tensor in tensors)
-    layout = f"The layout is that of compressed-tensors (`{PACKED_FORMAT if packed else FORMAT}`)"
+    layout = f"The layout is that of compressed-tensors (`{_stored_as(int8)}`)"
     return (
         f"{layout}; by its rules these load the folder as it is: {', '.join(_others(tensors, steps)) or 'none other'}."
     )
+
+
+def _stored_as(tensors: list[dict]) -> str:
+    """Return what compressed-tensors calls the format of INT8 weights among these."""
+    known = [layout_named(tensor["layout"]) for tensor in tensors]
+    return next((layout.stored_as for layout in known if layout.matrix_of_codes), FORMAT)
 
 
 def _others(tensors: list[dict], steps: list[dict]) -> list[str]:
@@ -261,8 +266,7 @@ def _others(tensors: list[dict], steps: list[dict]) -> list[str]:
     if any(tensor.get("transposed") for tensor in tensors):
         return []
     experts = any(".experts." in tensor["name"] for tensor in tensors)
-    runs = any(tensor["layout"] == "int8-packed" for tensor in tensors)
-    runs = runs or activations in ("token", "tensor", "tensor-asym", "channel")
+    runs = _stored_as(tensors) == PACKED_FORMAT or activations in ("token", "tensor", "tensor-asym", "channel")
     runs = runs and (activations == "token" or not experts)
     return [*(["vLLM", "SGLang"] if runs else []), *([] if experts else ["transformers with the package"])]
 
