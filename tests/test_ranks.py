@@ -39,9 +39,16 @@ RECIPES = {
     "dynamic": Quantize(),
     "cache": KVCache(),
     "recovered": Recover(3, batch=4, prune=Prune(0.5, format="dense")),
+    "recovered, models spread": Recover(3, batch=4, fsdp="always", prune=Prune(0.5, format="dense")),
     "recovered by blocks": Recover(3, batch=4, blocks=True, prune=Prune(0.5, format="dense")),
 }
-TWICE = ("sparsegpt", "dynamic", "cache", "recovered by blocks")  # made twice, to see that bytes are the same
+TWICE = (
+    "sparsegpt",
+    "dynamic",
+    "cache",
+    "recovered, models spread",
+    "recovered by blocks",
+)  # made twice, to see that bytes are the same
 # How far perplexity may be off. Which weights go, and what others make up for, hangs on the last bits of sums: one process with another
 # number of threads is as far from itself. Block by block ranks see their windows in another order.
 FAR = {"sparsegpt": 0.01, "dynamic": 0.01, "recovered by blocks": 0.01}
@@ -302,6 +309,71 @@ def test_the_bytes_of_a_resumed_run_are_those_of_one_that_went_through(two, tiny
     assert all(kind == "TilepressError" and "stopped" in message for kind, message in stopped)
     two(made, str(tiny), str(tmp_path / "out"), RECIPES["sparsegpt"], TEXT, resume=True)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def memory_of_spread(source: str, group) -> tuple[int, int, bool]:
+    """A rank's parameters of a spread model, those of the whole model, and whether it computes the same."""
+    from tilepress.compress.layers.layerwise import LayerByLayer
+    from tilepress.compress.recover.sharded import Spread, own
+    from tilepress.compress.run.targets import find_targets
+    from tilepress.formats.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(Path(source))
+    targets, _ = find_targets(checkpoint, ())
+    spread, whole = (
+        Spread(group, on).load(LayerByLayer(checkpoint, targets, "cpu", torch.float32)) for on in (True, False)
+    )
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        same = torch.equal(spread(ids).logits, whole(ids).logits)
+    return sum(own(p).numel() for p in spread.parameters()), sum(p.numel() for p in whole.parameters()), same
+
+
+def test_a_rank_keeps_its_part_of_a_spread_model(two, tiny):
+    parts, wholes, same = zip(*two(memory_of_spread, str(tiny)), strict=True)
+    assert all(same) and sum(parts) == wholes[0] and max(parts) < 0.51 * wholes[0]
+
+
+@pytest.mark.parametrize("goes_on", ["two, spread", "two", "one"])
+def test_training_of_spread_models_goes_on_with_any_ranks(goes_on, two, tiny, tmp_path):
+    recipe = replace(RECIPES["recovered, models spread"], steps=12, save_every_s=0.0)
+    source, out = str(tiny), str(tmp_path / "out")
+    stopped = two(stopped_in_training, source, out, recipe, TEXT)
+    assert all(kind == "TilepressError" and "stopped" in message for kind, message in stopped)
+    assert (tmp_path / "out" / ".tilepress" / "training.safetensors").exists()
+    if goes_on == "one":
+        made(source, None, out, recipe, TEXT, resume=True)
+    else:
+        two(made, source, out, replace(recipe, fsdp="never") if goes_on == "two" else recipe, TEXT, resume=True)
+    whole = str(tmp_path / "whole")
+    two(made, source, whole, recipe, TEXT)
+    if goes_on == "two, spread":
+        assert digest(Path(out)) == digest(Path(whole))
+    found = [read_manifest(folder)["recovery"]["losses"] for folder in (Path(out), Path(whole))]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_spread_models_need_windows_for_all_ranks(two, tiny, tmp_path):
+    recipe = replace(RECIPES["recovered, models spread"], batch=3)
+    for kind, message in two(made, str(tiny), str(tmp_path / "out"), recipe, TEXT):
+        assert kind == "UsageError" and "3 windows for 2 ranks" in message
+    with pytest.raises(UsageError, match="--fsdp sometimes is unknown"):
+        Recover(3, fsdp="sometimes")
+
+
+def stopped_in_training(source: str, group, output: str, recipe, text: Text) -> None:
+    from tilepress.compress.recover.distillation import MaskedAdamW
+    from tilepress.formats import TilepressError
+
+    step = MaskedAdamW.step
+
+    def stop(self) -> None:
+        if self.done == 11:
+            raise TilepressError("stopped")
+        step(self)
+
+    with mock.patch.object(MaskedAdamW, "step", stop):
+        made(source, group, output, recipe, text)
 
 
 def stopped_after_two_layers(source: str, group, output: str, recipe, text: Text) -> None:

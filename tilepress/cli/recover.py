@@ -48,6 +48,13 @@ def recover(
     nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
     seed: Seed = 0,
     bos: Bos = "auto",
+    fsdp: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|always|never",
+            help="Under torchrun: each card has a part of both models, not both; auto: where they have no room.",
+        ),
+    ] = "auto",
     save_every: Annotated[float, typer.Option(metavar="MINUTES", min=0, help="For --resume: keep the state.")] = 5.0,
     *,
     how: Making,
@@ -63,7 +70,7 @@ def recover(
             "start it once, or with torchrun; in a shell of salloc unset SLURM_NTASKS",
         )
     recipe = tilepress.Recover(
-        steps, batch, micro_batch, lr, hidden_loss, train, blocks, noise, base, save_every_s=60 * save_every
+        steps, batch, micro_batch, lr, hidden_loss, train, blocks, noise, base, save_every_s=60 * save_every, fsdp=fsdp
     )
     text = reading(dataset, nsamples, seqlen, seed, bos)
     if make(model, output, recipe, text, how, Words("recovering", _result_text, plan_text), base):

@@ -134,10 +134,11 @@ class LayerByLayer:
             del parameter, inner
             _give_back()
 
-    def load_all(self) -> nn.Module:
-        """Return the whole model with its weights, which it keeps."""
+    def load_all(self, loaded: Callable[[str], None] = lambda layer: None) -> nn.Module:
+        """Return the whole model with its weights, which it keeps. `loaded` is told of each layer before the next one gets its weights."""
         for layer in self.layers:
             self._load(layer, self.model.get_submodule(layer))
+            loaded(layer)
         self._load_head()
         return self.model
 

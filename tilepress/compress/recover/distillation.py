@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilepress.compress.layers.walk import metadata_of, write_tensors
+from tilepress.compress.recover.sharded import gathered, like, own
 from tilepress.formats import TilepressError
 from tilepress.ranks import ALONE, Ranks
 
@@ -78,7 +79,7 @@ class MaskedAdamW:
         self.parameters, self.peak, self.steps, self.done = parameters, peak, steps, 0
         self._masked, self._masks = [], []
         for parameter in parameters.values():
-            mask = parameter.detach() != 0
+            mask = own(parameter.detach()) != 0
             if not bool(mask.all()):
                 self._masked.append(parameter)
                 self._masks.append(mask)
@@ -101,7 +102,7 @@ class MaskedAdamW:
     def _hold(self, tensors: list[Tensor | None]) -> None:
         for tensor, mask in zip(tensors, self._masks, strict=True):
             if tensor is not None:
-                tensor.mul_(mask)
+                own(tensor).mul_(mask)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that a step depends on beside the text."""
@@ -112,15 +113,18 @@ class MaskedAdamW:
             found |= {f"{key}:{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in state}
         return found
 
-    def load(self, tensors: dict[str, Tensor], done: int) -> None:
+    def load(self, names: set[str], read: Callable[[str], Tensor], done: int) -> None:
+        """Go back to what `tensors` gave: their names, and a function that reads the whole of one."""
         self.done = done
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[f"weight:{name}"])
-                keys = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}:{name}" in tensors]
-                if state := {key: tensors[f"{key}:{name}"].clone() for key in keys}:
-                    for key in ("exp_avg", "exp_avg_sq") + (("step",) if parameter.is_cuda else ()):
-                        state[key] = state[key].to(parameter.device)
+                parameter.copy_(like(read(f"weight:{name}"), parameter))
+                keys = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}:{name}" in names]
+                if state := {key: read(f"{key}:{name}") for key in keys}:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = like(state[key], parameter)
+                    if parameter.is_cuda:
+                        state["step"] = state["step"].to(parameter.device)
                     self._adam.state[parameter] = state
 
 
@@ -128,7 +132,7 @@ class SavedState:
     """A file with the state of training, replaced every so many seconds; one of another identity counts as none."""
 
     def __init__(self, path: Path, identity: str, every_s: float, ranks: Ranks = ALONE):
-        """Ranks that train together are in one state, which the first of them writes."""
+        """Ranks that train together are in one state, which the first of them writes, by its clock."""
         self.path, self.identity, self.every_s, self.ranks = path, identity, every_s, ranks
         self._written = time.monotonic()
 
@@ -137,15 +141,18 @@ class SavedState:
         told = self.ranks.first(lambda: metadata_of(self.path))
         if told.get("identity") != self.identity:
             return []
-        optimizer.load(load_file(self.path), int(told["done"]))
+        with safe_open(self.path, framework="pt") as file:
+            optimizer.load(set(file.keys()), file.get_tensor, int(told["done"]))
         return [float.fromhex(loss) for loss in told["losses"].split()]
 
     def keep(self, optimizer: MaskedAdamW, losses: list[float]) -> None:
-        if self.ranks.rank or time.monotonic() - self._written < self.every_s:
+        if not self.ranks.first(lambda: time.monotonic() - self._written >= self.every_s):
             return
         told = {"identity": self.identity, "done": str(optimizer.done)}
         told["losses"] = " ".join(loss.hex() for loss in losses)
-        write_tensors(self.path, optimizer.tensors(), told)
+        tensors = gathered(optimizer.tensors().items(), self.ranks)
+        if not self.ranks.rank:
+            write_tensors(self.path, tensors, told)
         self._written = time.monotonic()
 
 

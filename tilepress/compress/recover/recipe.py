@@ -34,6 +34,7 @@ from tilepress.compress.recover.settings import (
     layer_count,
     memory_bytes,
 )
+from tilepress.compress.recover.sharded import Spread
 from tilepress.compress.run.encode import Compressed, layout_for
 from tilepress.compress.run.plan import Inputs, ModelCard, Plan, Progress, Recipe
 from tilepress.compress.run.targets import LeftAlone, Target, check_value_dtypes, find_targets
@@ -48,6 +49,8 @@ from tilepress.text import Text, check_vocabulary, load_tokenizer, token_ids, wi
 RECOVERY = "recovery"  # the name of what is found, in the work folder
 _MOST_TOKENS = 8 << 20  # of text read; what training sees beyond are the same again, cut from other offsets
 _PRUNED_FROM = 0.01  # share of zeros from which a weight counts as pruned
+FSDP = ("auto", "always", "never")
+_ROOM = 0.85  # of a card's free memory: what both models and their training may take of it
 _UNLIKE = 0.3  # cosine of kept weights and the base's below which the base is another model
 
 
@@ -63,6 +66,9 @@ class Recover(Settings, Recipe):
     base_name: str | None = None  # what the manifest calls the base; its hub id or folder unless given
     prune: Prune | None = None
     save_every_s: float = 300.0  # how often the state is kept for a run that goes on
+    fsdp: str = (
+        "auto"  # auto | always | never: ranks have a part of both models each; auto: where a card has no room for all
+    )
 
     command = "compress recover"
     alone = True
@@ -71,6 +77,8 @@ class Recover(Settings, Recipe):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.fsdp not in FSDP:
+            raise UsageError(f"--fsdp {self.fsdp} is unknown", f"choose one of {', '.join(FSDP)}")
         if self.prune:
             object.__setattr__(self, "command", self.prune.command)
         if self.prune and self.prune.value_dtype == "int8":
@@ -257,6 +265,12 @@ def recover(
         (plan.work / STATE).unlink(missing_ok=True)
         progress("recovered already", recipe.steps * sum(target.elements for target in plan.targets))
         return
+    spread = Spread(ranks, not recipe.blocks and _is_spread(plan, recipe, source, ranks))
+    if spread.on and recipe.batch % ranks.size:
+        raise UsageError(
+            f"a step has {recipe.batch} windows for {ranks.size} ranks, between which both models are spread",
+            "give a --batch that the ranks divide",
+        )
     pair, dtypes = _pair(plan, recipe, source, base, inner, device)
     check_vocabulary([ids], pair.student.model)
     width = hidden_size(source, plan.targets)
@@ -281,7 +295,7 @@ def recover(
         "warnings": [],
     }
     if ranks.size > 1:
-        facts["ranks"] = ranks.size
+        facts |= {"ranks": ranks.size, "fsdp": spread.on}
     if not recipe.prune:
         facts["base"] = [{"name": name, "sha256": sha256_file(base.path / name)} for name in base.shards]
     try:
@@ -295,7 +309,7 @@ def recover(
                 stream = stream.to(pair.student.device)
                 keeps = keeps_activations(source, plan.targets, training.micro_batch * text.seqlen)
                 facts |= train_model(
-                    pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress, ranks
+                    pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress, spread
                 )
                 facts["warnings"] += [in_vain("the model")] if facts["kl_after"] >= facts["kl_before"] else []
                 if not ranks.rank:
@@ -307,6 +321,15 @@ def recover(
         ) from error
     ranks.wait()
     (plan.work / STATE).unlink(missing_ok=True)  # six times the weights, which are packed next
+
+
+def _is_spread(plan: Plan, recipe: Recover, source: Checkpoint, ranks: Ranks) -> bool:
+    """Return whether ranks have a part of both models each: the same on all of them."""
+    if ranks.size < 2 or recipe.fsdp != "auto" or ranks.device.type != "cuda":
+        return recipe.fsdp == "always"
+    needed = memory_bytes(Inputs(source, plan.text, plan.trust_remote_code), plan.targets, recipe, "model", "cuda")
+    free, _ = torch.cuda.mem_get_info(ranks.device)
+    return needed > _ROOM * ranks.least(free)
 
 
 def _pair(

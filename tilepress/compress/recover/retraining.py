@@ -29,6 +29,7 @@ from tilepress.compress.recover.distillation import (
     relative_error,
 )
 from tilepress.compress.recover.settings import HELD_OUT
+from tilepress.compress.recover.sharded import Spread, gathered, own
 from tilepress.compress.run.plan import Plan, Progress
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError
@@ -166,15 +167,14 @@ def train_model(
     folder: Path,
     identity: str,
     progress: Progress,
-    ranks: Ranks = ALONE,
+    spread: Spread,
 ) -> dict:
     """Train the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it.
 
-    Ranks have both models each, and share the windows of a step."""
-    layers = pair.student.layers
+    Ranks share the windows of a step. Each has both models, or its part of both where these are spread."""
+    layers, ranks = pair.student.layers, spread.ranks
     progress("loading both models", 0)
-    student, teacher = pair.student.load_all(), pair.teacher.load_all()
-    pair.put(targets)
+    student, teacher = spread.load(pair.student, targets, pair.put), spread.load(pair.teacher)
     parameters = pair.trained(training.train)
     if not keeps_activations:
         for layer in layers:
@@ -193,14 +193,16 @@ def train_model(
         for part in ids[ranks.rank :: ranks.size].split(training.micro_batch):
             kl, hidden = losses_of(part)
             loss = (kl + training.hidden_loss * hidden) * (len(part) / len(ids))
-            loss.backward()
+            (loss * ranks.size if spread.on else loss).backward()  # a spread model's gradients are means over ranks
             total = total + loss.detach()
-        return _of_all(total, parameters, ranks)
+        return ranks.sum(total) if spread.on else _of_all(total, parameters, ranks)
 
     @torch.no_grad()
     def held_out() -> float:
-        parts = ranks.mine(stream.held_out.split(training.micro_batch))
-        return sum(ranks.tell(sum(float(losses_of(part)[0]) * len(part) for part in parts))) / stream.held
+        parts = stream.held_out.split(training.micro_batch)
+        if spread.on:  # ranks run as many windows as one another, or they would wait for ever
+            return sum(float(losses_of(part)[0]) * len(part) for part in parts) / stream.held
+        return sum(ranks.tell(sum(float(losses_of(part)[0]) * len(part) for part in ranks.mine(parts)))) / stream.held
 
     def told(steps: int, loss: float) -> None:
         progress(f"step {optimizer.done} of {training.steps}, loss {loss:.4f}", steps * unit)
@@ -212,9 +214,10 @@ def train_model(
     losses = fit(optimizer, backward, saved, told)
     _round(parameters, dtypes)
     after = held_out()
+    tensors = gathered(_stored(pair.same_memory(parameters), dtypes).items(), ranks)
     if not ranks.rank:
-        write_tensors(folder / TENSORS, _stored(pair.same_memory(parameters), dtypes))
-    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters)
+        write_tensors(folder / TENSORS, tensors)
+    return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters, ranks, spread.on)
 
 
 class BlockTrainer(Visitor):
@@ -343,18 +346,22 @@ def _round(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) 
 
     Raises TilepressError for values that are not finite, or not in that dtype."""
     for name, parameter in parameters.items():
-        if not bool(torch.isfinite(parameter.to(dtypes[name])).all()):
+        rows = own(parameter.detach())
+        if not rows.numel():  # a rank without a row of a small tensor
+            continue
+        if not bool(torch.isfinite(rows.to(dtypes[name])).all()):
             raise TilepressError(f"{name} has values that are not finite after training", "try a smaller --lr")
-        parameter.copy_(rounded(parameter, dtypes[name], name))
+        rows.copy_(rounded(rows, dtypes[name], name))
 
 
 def _stored(parameters: dict[str, nn.Parameter], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     return {name: parameter.detach().to(dtypes[name]) for name, parameter in parameters.items()}
 
 
-def _counts(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
+def _counts(parameters: dict[str, nn.Parameter], ranks: Ranks = ALONE, spread: bool = False) -> dict[str, int]:
     elements = sum(parameter.numel() for parameter in parameters.values())
-    kept = sum(int(torch.count_nonzero(parameter)) for parameter in parameters.values())
+    kept = sum(int(torch.count_nonzero(own(parameter.detach()))) for parameter in parameters.values())
+    kept = sum(ranks.tell(kept)) if spread else kept
     return {"trained_parameters": kept, "zeros_held": elements - kept}
 
 
