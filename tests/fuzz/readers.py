@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import yaml
 from safetensors.torch import save, save_file
 
 from tilepress.compress.recipes import Steps, recipe
@@ -283,7 +284,8 @@ def _recipe() -> dict[str, bytes]:
         {"command": "recover", "steps": 2, "base": "dense", "nsamples": 4},
         {"command": "kv", "bits": 4, "group_size": "head"},
     ]
-    return {"sound": Steps("model", tuple(steps)).to_yaml().encode()}
+    whole = Steps("model", tuple(steps)).to_yaml()
+    return {"sound": whole.encode(), "json": json.dumps(yaml.safe_load(whole)).encode()}  # JSON is YAML, too
 
 
 def _done() -> dict[str, bytes]:

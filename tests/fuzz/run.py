@@ -2,28 +2,45 @@
 
 It needs atheris. It starts from seeds/READER and found/READER, and writes bytes that a reader does not survive (an exception
 that is no TilepressError, 20 seconds, 2 GB) to found/READER, where the test suite plays them from then on.
+
+Seconds are those of a processor, so that a busy machine fuzzes longer rather than less.
 """
 
 import argparse
+import math
+import os
 import random
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+MOST_S = 20  # of a processor, for one input
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("readers", nargs="*", metavar="READER", help="one of them; none to list them")
-    parser.add_argument("--seconds", type=int, default=600)
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        default=600,
+        help="of a processor, without the imports; by the clock it may take twenty times as long, and then ends",
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        help="folder that keeps the inputs that reached new code, so that another run goes on from them",
+    )
     parser.add_argument(
         "--write-seeds", action="store_true", help="write seeds/ anew, after a form has changed on purpose"
     )
     asked = parser.parse_args()
     if len(asked.readers) == 1:
-        fuzz(asked.readers[0], asked.seconds)
+        fuzz(asked.readers[0], asked.seconds, asked.corpus or Path(tempfile.mkdtemp(prefix="fuzz-")))
         return
     from fuzz.readers import READERS
 
@@ -35,7 +52,7 @@ def main() -> None:
     print(*READERS)
 
 
-def fuzz(name: str, seconds: int) -> None:
+def fuzz(name: str, seconds: int, corpus: Path) -> None:
     """Fuzz one reader in this process, which ends with it: with 0 if nothing was found."""
     import atheris
     import torch
@@ -47,13 +64,13 @@ def fuzz(name: str, seconds: int) -> None:
     torch.set_num_threads(1)
     found = HERE / "found" / name
     found.mkdir(parents=True, exist_ok=True)
-    corpus = tempfile.mkdtemp(prefix=f"fuzz-{name}-")
+    corpus.mkdir(parents=True, exist_ok=True)
     seeds = READERS[name].seeds()
     for seed, data in seeds.items():
-        (Path(corpus) / seed).write_bytes(data)
+        (corpus / seed).write_bytes(data)
     sound = list(seeds.values())
-    limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=2048", "-max_len=20000"]
-    words = [sys.argv[0], *limits, f"-artifact_prefix={found}/", "-print_final_stats=1", corpus, str(found)]
+    limits = [f"-max_total_time={20 * seconds}", f"-timeout={20 * MOST_S}", "-rss_limit_mb=2048", "-max_len=20000"]
+    words = [sys.argv[0], *limits, f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus), str(found)]
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         rng = random.Random(seed)
@@ -63,9 +80,19 @@ def fuzz(name: str, seconds: int) -> None:
         return atheris.Mutate(data, most) if made is None or len(made) > most else made
 
     def test(data: bytes) -> None:
+        nonlocal until
+        began = time.process_time()
         read(name, data)
+        ended = time.process_time()
+        assert ended - began < MOST_S, f"{ended - began:.1f} s of a processor"
+        if ended > until:
+            print(f"{name}: {ended - began_all:.0f} s of a processor", flush=True)
+            until = math.inf
+            os.kill(os.getpid(), signal.SIGUSR1)  # libFuzzer then prints its figures and ends with 0
 
     atheris.Setup(words, test, custom_mutator=mutate)
+    began_all = time.process_time()
+    until = began_all + seconds
     atheris.Fuzz()
 
 
