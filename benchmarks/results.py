@@ -46,7 +46,9 @@ def load(name: str) -> dict:
 
 
 def table(head: list[str], rows: Table) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    """A table whose columns of figures stand to the right."""
+    figures = [all(re.match(r"[-+\d]|$", cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [head, ["---:" if of else "---" for of in figures], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

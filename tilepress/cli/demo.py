@@ -84,7 +84,10 @@ def demo(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, half a minute, or four minutes on two cores without bfloat16 units.
+    """Compress a small model and show what it costs.
+
+    Without flags the embedded 4 M parameter model is pruned, verified and evaluated: no network, no GPU, half a minute, or four minutes on two
+    cores without bfloat16 units.
 
     With --model: what INT8 and the 4-bit cache cost a pretrained model, on a few windows of the embedded text, which is of programming. `make demo`
     does this with SmolLM2-135M where a package registry has it.

@@ -47,7 +47,8 @@ Threads = Annotated[
     ),
 ]
 Memory = Annotated[
-    float, typer.Option(metavar="GIB", callback=_size, help="For the attention cache: tells the context that fits.")
+    float,
+    typer.Option(metavar="GIB", callback=_size, help="Memory for the attention cache: the context that fits is told."),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
@@ -61,7 +62,9 @@ Report = Annotated[
 WriteCard = Annotated[
     bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
 ]
-Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")]
+Dtype = Annotated[
+    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Dtype of activations and dense weights.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
@@ -116,11 +119,11 @@ Bos = Annotated[
     str,
     typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
 ]
-Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is chosen at random.")]
 Experts = Annotated[
     str,
     typer.Option(
-        metavar="routed|all", help="Of a mixture: the tokens that calibrate an expert, its own or all of the text."
+        metavar="routed|all", help="The tokens that calibrate an expert of a mixture: its own, or all of the text."
     ),
 ]
 Card = Annotated[

@@ -18,12 +18,14 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="NAME/MODEL", help="Repository of the hub.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Make it private if it is new.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.  [default: main]", show_default=False)] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; send nothing.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Send DIR to the hub, after its files are compared with its manifest. Only files that the manifest lists go.
+    """Send an artifact to the hub.
+
+    Its files are compared with its manifest first, and only those that the manifest lists go.
 
     The token is huggingface_hub's: `hf auth login`, or HF_TOKEN. `eval … --write-card` puts measured figures into the model card before.
     """
