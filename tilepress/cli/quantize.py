@@ -192,7 +192,7 @@ def _layers_text(facts: dict) -> str:
         )
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
-    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")
+    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed  ", "not smoothed")
     if smoothed:
         lines.append(
             f"  {done} {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"
