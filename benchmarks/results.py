@@ -15,9 +15,9 @@ RESULTS = ROOT / "benchmarks" / "h100"
 
 NAMES = {  # of a recipe in quality.json: as README calls it. Others stand in docs/results.md alone.
     "dense": "dense, bfloat16",
-    "int8, no text": "INT8 without calibration",
-    "int8, random tokens": "INT8 without text, on random tokens",
     "int8": "INT8, calibrated",
+    "int8, random tokens": "INT8, calibrated on random tokens",
+    "int8, no text": "INT8, not calibrated",
     "kv4": "4-bit cache",
     "int8 + kv4": "INT8 and 4-bit cache",
     "50 % zeros": "50 % zeros",
@@ -46,7 +46,9 @@ def load(name: str) -> dict:
 
 
 def table(head: list[str], rows: Table) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    """A table whose columns of figures stand to the right."""
+    figures = [all(re.match(r"[-+\d]|$", cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [head, ["---:" if of else "---" for of in figures], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -113,19 +115,27 @@ def name_of(row: dict) -> str:
     return f"{engine}, {WEIGHTS[row['weights']]}"
 
 
-def speed_table() -> str:
+def speed_table(first: int | None = None) -> str:
+    """A step's time of each engine and weights; with `first` also the time to the first token of a prompt so long."""
     head = ["", "cache", "1 sequence of 2048: ms a step", "over vLLM BF16", "16 of 8192: ms a step", "over vLLM BF16"]
-    rows = []
-    for (one, first), (many, second) in zip(speed(1, 2048), speed(16, 8192), strict=True):
+    rows, prompts = [], {(row["engine"], row["weights"]): row for row in served_prompts() if row["context"] == first}
+    for (one, over), (many, second) in zip(speed(1, 2048), speed(16, 8192), strict=True):
         assert name_of(one) == name_of(many)
-        times = [f"{one['tpot_ms']:.2f}", f"{first:.2f}", f"{many['tpot_ms']:.2f}", f"{second:.2f}"]
+        times = [f"{one['tpot_ms']:.2f}", f"{over:.2f}", f"{many['tpot_ms']:.2f}", f"{second:.2f}"]
+        prompt = prompts.get((one["engine"], one["weights"]))
+        times += [f"{prompt['ttft_ms']:.1f}" if prompt else ""] if first else []
         rows.append([name_of(one), CACHES[one["kv"]], *times])
-    return table(head, rows)
+    return table([*head, *([f"ms to the first of {first}"] if first else [])], rows)
+
+
+def served_prompts() -> list[dict]:
+    """Rows of the first token, tilepress by CUDA graphs."""
+    return [row for row in load("first_token")["rows"] if row.get("how") != "op by op"]
 
 
 def first_tokens() -> str:
-    """Milliseconds to the first token by the prompt's length; tilepress by CUDA graphs."""
-    rows, found = [], [row for row in load("first_token")["rows"] if row.get("how") != "op by op"]
+    """Milliseconds to the first token by the prompt's length."""
+    rows, found = [], served_prompts()
     lengths = list(dict.fromkeys(row["context"] for row in found))
     for engine, weights, kv in dict.fromkeys((row["engine"], row["weights"], row["kv"]) for row in found):
         own = {row["context"]: row["ttft_ms"] for row in found if (row["engine"], row["weights"]) == (engine, weights)}
@@ -216,7 +226,7 @@ More shapes, more cards and single kernels, on an H200: [Performance](performanc
 
 def readme(text: str) -> str:
     """README with its tables as the results have them."""
-    for name, found in (("quality", quality(short=True)), ("speed", speed_table()), ("first", first_tokens())):
+    for name, found in (("quality", quality(short=True)), ("speed", speed_table(first=512))):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         text, changed = re.subn(f"{begin}.*?{end}", lambda _, new=f"{begin}{found}\n{end}": new, text, flags=re.S)
         assert changed == 1, f"README.md has no place for {name}"

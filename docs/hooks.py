@@ -3,10 +3,11 @@
 So nothing is written twice. Names of pages in the text, such as `docs/int8.md` in backticks, become links.
 """
 
+import inspect
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -52,10 +53,64 @@ def _from_root(text: str) -> str:
 
 
 def _commands() -> str:
-    """The commands as typer documents them."""
-    words = [sys.executable, "-m", "typer", "tilepress.cli.app", "utils", "docs", "--name", "tilepress"]
-    made = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return "# Commands\n" + made.partition("\n")[2]
+    """Every command as its help has it."""
+    sys.path.insert(0, str(ROOT))
+    import typer
+
+    from tilepress.cli.app import app
+
+    command = typer.main.get_command(app)
+    return "# Commands\n\n" + "\n".join(_command(command, command.context_class(command, info_name="tilepress"), 1))
+
+
+def _command(command, context, depth: int) -> Iterator[str]:
+    """Yield the parts of a command's section, and then those of the commands below it, groups of commands first."""
+    if depth > 1:
+        yield f"{'#' * depth} `{context.command_path}`\n"
+    yield _help_text(command.help)
+    below = sorted(getattr(command, "commands", {}).items(), key=lambda item: not hasattr(item[1], "commands"))
+    if below:
+        yield _rows([("command", "what it does"), *(_summary(context, name, one) for name, one in below)])
+    else:
+        yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```\n"
+        rows = []
+        for panel, records in command.panels(context).items():
+            rows += [
+                (f"**{panel}**" if rows else panel, ""),
+                *((f"`{name.replace('|', ' | ')}`", _escaped(told)) for name, told in records),
+            ]
+        yield _rows(rows)
+    if command.epilog:
+        told, _, example = command.epilog.partition(": ")
+        yield f"{told}: `{example}`\n"
+    for name, one in below:
+        yield from _command(one, one.context_class(one, info_name=name, parent=context), depth + 1)
+
+
+def _summary(context, name: str, command) -> tuple[str, str]:
+    anchor = f"{context.command_path} {name}".replace(" ", "-")
+    return f"[`{name}`](#{anchor})", _escaped(command.get_short_help_str(200))
+
+
+def _help_text(text: str | None) -> str:
+    """Return the help of a command as Markdown: what it sets apart by \\b is drawn as it is."""
+    found = []
+    for paragraph in inspect.cleandoc(text or "").split("\n\n"):
+        drawn = paragraph.startswith("\b\n")
+        found.append(f"```\n{paragraph[2:]}\n```" if drawn else _escaped(paragraph))
+    return "\n\n".join(found) + "\n"
+
+
+def _rows(rows: list[tuple[str, str]]) -> str:
+    """Return a table of two columns whose first row is its head."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], ("---", "---"), *rows[1:])) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Return words of the help that Markdown takes as they are, but for code in backticks and names of pages."""
+    named = re.sub(r"(?<!`)\bdocs/[\w/]+\.md", r"`\g<0>`", " ".join(text.split()))
+    parts = re.split(r"(`[^`]*`)", named)
+    return "".join(part if part.startswith("`") else re.sub(r"([\\\[\]*_<>|#])", r"\\\1", part) for part in parts)
 
 
 def _python() -> str:

@@ -1,7 +1,7 @@
 """Commands, names and errors of the documentation are those of the program.
 
-Every `tilepress` command of README and of the guides runs on the embedded model, with little text. Those of all other pages, and those that need a
-card or several processes, are parsed: an unknown command or flag fails.
+Every `tilepress` command of README, the guides and the pages that stand beside them runs on the embedded model, with little text. Those of all other
+pages, and those that need a card, a network or several processes, are parsed: an unknown command or flag fails.
 """
 
 import json
@@ -15,14 +15,16 @@ import tilepress
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+BESIDE = ("report", "chat", "sharing", "text", "pruning", "recovery", "vllm")  # pages whose commands run, too
+RUN = [*GUIDES, *(ROOT / "docs" / f"{name}.md" for name in BESIDE)]
 PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = {  # what a command gets in addition: the last of two equal flags counts
     ("compress", "prune"): "--nsamples 2 --seqlen 64",
     ("compress", "quantize"): "--nsamples 2 --seqlen 64",
     ("compress", "kv"): "--nsamples 2 --seqlen 64",
     ("compress", "recover"): "--nsamples 2 --seqlen 32 --steps 2 --batch 1",
-    ("eval", "perplexity"): "--seqlen 64 --limit 2",
-    ("eval", "tasks"): "--dataset items.jsonl",
+    ("eval", "perplexity"): "--seqlen 64 --limit 2 --dataset short.jsonl",
+    ("eval", "tasks"): "--tasks hellaswag --dataset items.jsonl",
     ("eval", "speed"): "--batch 1 --context 16 --new-tokens 2 --runs 1",
 }
 QUICK = {  # a word of a command that takes long, and what stands for it; others of our tests run it as it is
@@ -33,7 +35,9 @@ QUICK = {  # a word of a command that takes long, and what stands for it; others
     "--blocks": "--dry-run",
     "--workers": "--workers 1",
     "--recover": "--recover 2",
+    "self": "--dataset text.jsonl",
 }
+STANDS_FOR = {"$MODEL": "MODEL", "OTHER": "MODEL", "TEXT": "text.jsonl"}
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -74,6 +78,7 @@ def ready(artifact, tiny, text, halves, tmp_path_factory):
     tilepress.compress(folder / "int8", folder / "int8-kv4", tilepress.KVCache(), dataset=few)
     tilepress.compress(tiny, folder / "sparse-model", tilepress.Prune(0.5, format="dense"))
     (folder / "pruned").symlink_to(artifact)
+    (folder / "small").symlink_to(folder / "int8-kv4")
     calibration, held_out = halves
     (folder / "text.jsonl").symlink_to(calibration.dataset)
     (folder / "held-out.jsonl").symlink_to(held_out)
@@ -89,19 +94,29 @@ def ran_before() -> dict[tuple[str, ...], Path | None]:
     return {}
 
 
+def elsewhere(words: list[str]) -> bool:
+    """Return whether a command needs a card or a network, or has tests of its own."""
+    sends = words[0] == "push" and "--dry-run" not in words
+    return (
+        sends or words[-1] == "--help" or words[:2] == ["eval", "kernels"] or words[0] == "demo" or "://" in str(words)
+    )
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_commands_of_a_guide_run(page, cli, ready, ran_before, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("items.jsonl", "short.jsonl"):
+    for name in ("items.jsonl", "short.jsonl", "text.jsonl"):
         Path(name).symlink_to(ready / name)
     for words in commands(page):
-        if words[-1] == "--help" or words[:2] == ["eval", "kernels"] or words[0] == "demo" or "://" in " ".join(words):
-            continue  # needs a card, or has tests of its own
-        words = ["MODEL" if word == "$MODEL" else word for word in words]
-        written = words[words.index("-o") + 1] if "-o" in words else None
+        if elsewhere(words):
+            continue
+        words = [STANDS_FOR.get(word, word) for word in words]
+        words, into = (words[:-2], words[-1]) if words[-2] == ">" else (words, None)
+        words = words[: words.index("--system")] if "--system" in words else words  # the model has no chat template
+        written = words[words.index("-o") + 1] if "-o" in words else into
         if tuple(words) in ran_before:
-            if made := ran_before[tuple(words)]:
+            if (made := ran_before[tuple(words)]) and not Path(written).exists():
                 Path(written).symlink_to(made)
             continue
         for word in words:
@@ -109,10 +124,13 @@ def test_commands_of_a_guide_run(page, cli, ready, ran_before, tiny, tmp_path, m
                 Path(word).symlink_to(ready / word)
         reads = "--dataset" in words or words[0] == "eval"
         more = [SMALL.get(tuple(words[:2]), "") if reads else "", *(QUICK[word] for word in words if word in QUICK)]
+        more += ["--new-tokens 3"] if words[0] in ("generate", "compare") else []
         ran = cli(*(str(tiny) if word == "MODEL" else word for word in [*words, *" ".join(more).split()]))
         assert ran.code in ((0, 3) if "--max-increase" in words else (0,)), (words, ran.err)
+        if into is not None:
+            Path(into).write_text(ran.out)
         stays = written is not None and "--dry-run" not in " ".join([*words, *more])
-        assert not stays or Path(written).is_dir(), words
+        assert not stays or Path(written).exists(), words
         ran_before[tuple(words)] = tmp_path / written if stays else None
 
 

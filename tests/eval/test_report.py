@@ -235,6 +235,12 @@ def test_commands_write_the_page_of_what_they_did(tiny, text, tmp_path, cli):
     assert again.code == 0 and "Half of <it>" in Page(page.read_text()).text("") and "perplexity" in again.out
 
 
+def test_heads_and_experts_of_a_map_are_in_order():
+    cells = [{"layer": layer, "projection": f"head {head}", "value": 0.1} for layer, head in ((0, 10), (0, 2), (1, 1))]
+    (trace,) = figures.heat_map(cells, "x")["data"]
+    assert trace["y"] == ["head 1", "head 2", "head 10"]
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 LOOK = """
 <iframe id="page" src="report.html" style="border:0;width:WIDTHpx;height:9000px"></iframe><pre id="seen"></pre><script>

@@ -51,15 +51,23 @@ class Command(TyperCommand):
     """A command whose help has panels, and which refuses what cannot be before it imports anything heavy."""
 
     def format_options(self, ctx, formatter) -> None:
+        for panel, records in self.panels(ctx).items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+    def collect_usage_pieces(self, ctx) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def panels(self, ctx) -> dict[str, list[tuple[str, str]]]:
+        """Return the panels of the help: of each the parameters, with what is said of them."""
         panels: dict[str, list] = {"Arguments": [], _OTHERS: [], **{panel: [] for panel in PANELS}}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 own = "Arguments" if param.param_type_name == "argument" else _OTHERS
+                if own == "Arguments":
+                    record = param.metavar or param.name.upper(), record[1]  # typer adds the type, which says less
                 panels[next((p for p, names in PANELS.items() if param.name in names), own)].append(record)
-        for panel, records in panels.items():
-            if records:
-                with formatter.section(panel):
-                    formatter.write_dl(records)
+        return {panel: records for panel, records in panels.items() if records}
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

@@ -29,7 +29,9 @@ def compare(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what A and B write after the same prompts, and how far B's next tokens are from A's on A's answers.
+    """Show what A and B write after the same prompts.
+
+    Below stands how far B's next tokens are from A's on A's answers.
 
     Both answer greedily. KL divergence and the share of same top tokens are of so few tokens a hint; `eval perplexity --base` measures on a text.
     """

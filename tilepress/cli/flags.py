@@ -47,7 +47,8 @@ Threads = Annotated[
     ),
 ]
 Memory = Annotated[
-    float, typer.Option(metavar="GIB", callback=_size, help="For the attention cache: tells the context that fits.")
+    float,
+    typer.Option(metavar="GIB", callback=_size, help="Memory for the attention cache: the context that fits is told."),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON there.", show_default=False)
@@ -118,11 +119,11 @@ Bos = Annotated[
     str,
     typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the choice of text.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is chosen at random.")]
 Experts = Annotated[
     str,
     typer.Option(
-        metavar="routed|all", help="Tokens that calibrate an expert of a mixture: its own, or all of the text."
+        metavar="routed|all", help="The tokens that calibrate an expert of a mixture: its own, or all of the text."
     ),
 ]
 Card = Annotated[

@@ -71,9 +71,10 @@ def generate(
     *,
     how: Answering,
 ) -> None:
-    """Let MODEL, dense or an artifact, answer PROMPT: through its chat template if it has one, else by going on with the text.
+    """Let MODEL answer PROMPT.
 
-    The text goes to stdout as it comes, its speed to stderr.
+    A model with a chat template answers through it, another goes on with the text. MODEL is dense or an artifact. The text
+    goes to stdout as it comes, its speed to stderr.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():

@@ -21,7 +21,10 @@ def inspect(
     revision: Revision = None,
     json_: Json = False,
 ) -> None:
-    """Show what MODEL holds, weight by weight, from its headers and manifest."""
+    """Show what MODEL holds, weight by weight.
+
+    Headers and manifest tell it, no weight is read.
+    """
     if recipe:
         from tilepress.formats.checkpoint import open_model
 

@@ -28,7 +28,7 @@ def kernels(
         str | None,
         typer.Option(
             metavar="MxK,…",
-            help="Sizes of weights, outputs x inputs; for fused, tokens x hidden size; for attention batch x query heads x KV heads x tokens x head "
+            help="Shapes of weights, outputs x inputs; for fused, tokens x hidden size; for attention batch x query heads x KV heads x tokens x head "
             "dimension, and a v behind it for lengths that vary too.",
             show_default="the usual ones",
         ),
@@ -41,7 +41,7 @@ def kernels(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Dtypes of x and of weights that are not INT8; of queries.",
+            help="Dtype of inputs, of weights that are not INT8, and of queries.",
             show_default="float16,bfloat16; attention: bfloat16",
         ),
     ] = None,
@@ -60,7 +60,9 @@ def kernels(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the CUDA kernels on this card, each checked first, against cuBLAS, PyTorch's attention or eager PyTorch, and the memory's read bandwidth.
+    """Time the CUDA kernels on this card.
+
+    Each is checked first. They stand beside cuBLAS, PyTorch's attention or eager PyTorch, and the memory's read bandwidth.
 
     Products are timed overlapped, each launch behind the one before, and cold, each behind a kernel that has just read 256 MB, as between a model's layers."""
     from tilepress.bench import attention, int8_kernels, kernels as bench

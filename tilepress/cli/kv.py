@@ -57,7 +57,9 @@ def kv(
     *,
     how: Making,
 ) -> None:
-    """Calibrate an INT4 or INT8 attention (KV) cache for MODEL, dense or an artifact. Its weights stay as they are, but for --fold-values.
+    """Calibrate a 4- or 8-bit attention (KV) cache for MODEL.
+
+    MODEL is dense or an artifact. Its weights stay as they are, but for --fold-values.
 
     Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """

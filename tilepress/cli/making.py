@@ -246,6 +246,7 @@ def say_next(output: str, base: str | Path, how: Making) -> None:
     dataset = read_manifest(Path(output))["settings"].get("dataset")
     if dataset not in (None, CALIBRATION, RANDOM) and Text(dataset).temperature is None:
         words += ["--dataset", dataset]
+        say("hint: measure on a text that it was not calibrated on, where there is one")
     if how.trust_remote_code:
         words.append("--trust-remote-code")
     say(f"next: {shlex.join(words)}")

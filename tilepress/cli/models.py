@@ -17,7 +17,10 @@ _COLUMNS = {
 
 
 def models(json_: Json = False) -> None:
-    """Show the model families that tilepress knows by name, and what works for each beyond what works for all."""
+    """Show the model families, and what works for each.
+
+    Others are compressed too: what stands here goes beyond what works for all.
+    """
     facts = [family.to_json() for family in tilepress.families()]
     print(json.dumps(facts, indent=2) if json_ else _text(facts))
 

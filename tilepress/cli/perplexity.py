@@ -66,7 +66,9 @@ def perplexity(
     *,
     how: Measuring,
 ) -> None:
-    """Perplexity of MODEL on a text; with --base also KL divergence and top-1 agreement, with paired errors.
+    """Measure the perplexity of MODEL on a text.
+
+    With --base also its KL divergence from that model and the share of equal top tokens, with paired errors.
 
     Several cards share each model under torchrun: torchrun --nproc-per-node 2 -m tilepress eval perplexity …
     """

@@ -43,9 +43,7 @@ def prune(
     sparsity: Annotated[
         str,
         typer.Option(
-            metavar="SHARE",
-            help="Share of weights to prune, in [0, 1); several with --sweep: 0.5,0.6,0.7.",
-            show_default=False,
+            metavar="SHARE", help="Share of zeros, in [0, 1); several with --sweep: 0.5,0.6,0.7.", show_default=False
         ),
     ],
     method: Annotated[
@@ -55,11 +53,14 @@ def prune(
         str,
         typer.Option(
             metavar="layer|row|global",
-            help="Where magnitude's sparsity holds: in each weight, in each output row, or over all.",
+            help="Where the sparsity holds, with magnitude: in each weight, in each output row, or over all.",
         ),
     ] = "layer",
     allocation: Annotated[
-        str, typer.Option(metavar="uniform|owl|auto", help="How the other methods lay out zeros over the weights.")
+        str,
+        typer.Option(
+            metavar="uniform|owl|auto", help="How zeros are laid out over the weights, with the other methods."
+        ),
     ] = "uniform",
     damping: Annotated[
         float, typer.Option(help="Share of the mean second moment that sparsegpt and admm add to each.")
@@ -70,7 +71,8 @@ def prune(
     value_dtype: Annotated[
         str,
         typer.Option(
-            metavar="auto|int8", help="Values that are left: as they are, or INT8 with a scale for each output."
+            metavar="auto|int8",
+            help="How kept values are stored: as they are, or in INT8 with a scale for each output.",
         ),
     ] = "auto",
     card: Card = "any",
@@ -99,16 +101,16 @@ def prune(
     *,
     how: Writing,
 ) -> None:
-    """Prune the linear weights of MODEL and store what is left: as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL
-    (INT8 values always as a bitmap), below 15 % dense.
+    """Prune the linear weights of MODEL.
 
     \b
     --method   text  what it does
     magnitude  no    drops the smallest weights: without text, up to 30 % or so
     wanda      yes   weighs them by their inputs: with text and little memory
-    sparsegpt  yes   and fits what is left to the dense model's outputs, in less time than admm
-    admm       yes   searches for better masks than sparsegpt's: the one to take, with some minutes
+    sparsegpt  yes   also fits what is left to the dense model's outputs; quicker than admm
+    admm       yes   looks for better masks: the one to take, with some minutes
 
+    What is left is stored as a tiled bitmap, from about 88 % sparsity on as Tiled-CSL (INT8 values always as a bitmap), below 15 % dense.
     Measured figures: docs/pruning.md. Before you deploy: `tilepress eval perplexity`, or --sweep.
     """
     from dataclasses import replace

@@ -23,7 +23,9 @@ def push(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Send DIR to the hub, after its files are compared with its manifest. Only files that the manifest lists go.
+    """Send an artifact to the hub.
+
+    Its files are compared with its manifest first, and only those that the manifest lists go.
 
     The token is huggingface_hub's: `hf auth login`, or HF_TOKEN. `eval … --write-card` puts measured figures into the model card before.
     """

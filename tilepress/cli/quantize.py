@@ -73,7 +73,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Share of all layers, at most, whose inputs get a scale per token because one static range serves them worst.  "
+            help="Share of the layers, at most, whose inputs get a scale per token because one static range serves them worst.  "
             "[default: 10% where --smooth is not given]",
             show_default=False,
         ),
@@ -82,7 +82,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Share of all linear weights, at most, that stays in 16 bits because INT8 costs these layers most.  "
+            help="Share of the linear weights, at most, that stays in 16 bits because INT8 costs these layers most.  "
             "[default with text and scales per token: 5%; 0 for none]",
             show_default=False,
         ),
@@ -107,7 +107,11 @@ def quantize(
     *,
     how: Writing,
 ) -> None:
-    """Quantize the linear weights of MODEL, and their inputs, to INT8, as compressed-tensors stores them.
+    """Quantize the linear weights of MODEL, and their inputs, to INT8.
+
+    They are stored as compressed-tensors has them. Recommended: --dataset with text like what the model will see, and nothing else. Factors
+    then take outliers out of the inputs, and GPTQ rounds the weights; without text a pretrained model can lose several times as much. With no
+    text at hand: --dataset self, or random, which finds the factors in seconds. Measured figures: docs/int8.md.
 
     \b
     --activations   scale of inputs      text  accuracy  vLLM  kernel
@@ -118,11 +122,8 @@ def quantize(
     tensor-dynamic  one, run time        no    least     no    W8A8 + two passes
     none            not quantized        no    best      yes   W8A16, small batch
 
-    Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values.
-    With the cuda extra and a card from sm_80 on the kernels are our own; elsewhere references serve, no faster than dense.
-    Recommended: --dataset with text like what the model will see, and nothing else. Factors then take outliers out of the inputs, and GPTQ
-    rounds the weights; without text a pretrained model can lose several times as much. With no text at hand: --dataset self, or random, which
-    finds the factors in seconds. Measured figures: docs/int8.md.
+    Of sparse weights, none keeps the zeros unstored: bitmaps of INT8 values. With the cuda extra and a card from sm_80 on the kernels are our
+    own; elsewhere references serve, no faster than dense.
     """
     chosen = None
     if observer is not None:
@@ -191,7 +192,7 @@ def _layers_text(facts: dict) -> str:
         )
     smoothed = [item for item in calibration["inputs"] if item.get("folded_into")]
     alone = [item for item in calibration["inputs"] if "left_alone" in item]
-    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed   ", "not smoothed")
+    done, not_done = ("per channel", "left per tensor") if per_channel else ("smoothed  ", "not smoothed")
     if smoothed:
         lines.append(
             f"  {done} {len(smoothed)} of {len(smoothed) + len(alone)} inputs, the factors folded into what makes them"

@@ -22,7 +22,7 @@ def recover(
     base: Annotated[
         str, typer.Option(metavar="MODEL", help="The dense model that MODEL was pruned from.", show_default=False)
     ],
-    steps: Annotated[int, typer.Option(help="Steps of training; with --blocks for each layer.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Steps of training; with --blocks of each layer.", show_default=False)],
     dataset: Dataset = None,
     seqlen: Seqlen = None,
     batch: Annotated[int, typer.Option(help="Windows of text in a step.")] = 16,
@@ -42,24 +42,21 @@ def recover(
         ),
     ] = "all",
     noise: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of input tokens that are random ones for both models.")
+        float, typer.Option(metavar="SHARE", help="Share of input tokens that random ones replace, for both models.")
     ] = 0.0,
     blocks: Blocks = False,
     nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
     seed: Seed = 0,
     bos: Bos = "auto",
-    fsdp: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|always|never",
-            help="Under torchrun: each card has a part of both models, not both; auto: where they have no room.",
-        ),
-    ] = "auto",
-    save_every: Annotated[float, typer.Option(metavar="MINUTES", min=0, help="For --resume: keep the state.")] = 5.0,
+    save_every: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0, help="How often the state is kept, for --resume.")
+    ] = 5.0,
     *,
     how: Making,
 ) -> None:
-    """Train the kept weights of MODEL, a pruned artifact, to do again what its dense model did. Zeros stay zeros.
+    """Train what pruning left of MODEL.
+
+    Kept weights learn to do again what the dense model did; zeros stay zeros.
 
     The loss is the divergence of the next token's distribution from the dense model's, and the error of hidden states: text needs no labels.
     The layout stays MODEL's. --dry-run shows the memory that the whole model and --blocks take. Measured gains: docs/recovery.md.

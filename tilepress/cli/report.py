@@ -23,7 +23,9 @@ def report(
     title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.", show_default=False)] = None,
     json_: Json = False,
 ) -> None:
-    """Put what is known of compressed models on one page that needs no network: sizes, costs, layers, speed, texts, recipes.
+    """Put what is known of compressed models on one page.
+
+    It has sizes, costs, layers, speed, texts and recipes, and loads nothing from a network.
 
     Nothing is measured: `eval perplexity`, `eval tasks`, `eval speed` and `compare` write with -o what is shown. It needs the extra `report`.
     """

@@ -34,7 +34,9 @@ def speed(
     *,
     how: Measuring,
 ) -> None:
-    """Time MODEL's decode loop: first token, each further one, memory, and where a step's time goes; with --base both in one run.
+    """Time MODEL's decode loop.
+
+    First token, each further one, memory, and where a step's time goes; with --base both in one run.
 
     A calibrated attention cache of MODEL is used, --base has none. On a card only kernels are timed. Several cards share each model under torchrun:
     torchrun --nproc-per-node 2 -m tilepress eval speed …

@@ -25,7 +25,9 @@ def stack(
     *,
     how: Making,
 ) -> None:
-    """Do the steps of a recipe with MODEL: the artifact is the one that a command for each step would make.
+    """Do the steps of a recipe file with MODEL.
+
+    The artifact is the one that a command for each step would make.
 
     `tilepress inspect DIR --recipe` prints the recipe of any artifact, ready for a file. Steps before the last are written beside DIR and removed.
     """

@@ -48,7 +48,9 @@ def tasks(
     *,
     how: Measuring,
 ) -> None:
-    """Share of multiple-choice questions that MODEL answers rightly, scored as lm-evaluation-harness does without examples.
+    """Score MODEL on multiple-choice tasks.
+
+    HellaSwag is scored here, as lm-evaluation-harness does; all other tasks by the harness itself (extra `tasks`).
 
     acc_norm divides the log-likelihood of an answer by its characters, acc_bytes by its bytes. A calibrated attention cache is simulated.
     """

@@ -20,7 +20,10 @@ def verify(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check an artifact: files, hashes, headers, packed words, declared counts, vLLM's rules (INT8), loading. Exits with 3 on any finding."""
+    """Check that an artifact is sound.
+
+    Files, hashes, headers, packed words, declared counts, vLLM's rules (INT8), loading. Exits with 3 on any finding.
+    """
     quiet_libraries()
     with Bar("verifying", quiet) as bar:
         found = tilepress.verify(model, base, progress=bar.at)

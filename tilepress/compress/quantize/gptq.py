@@ -6,6 +6,7 @@ out * in^2 multiplications; memory is three [in, in] and two [out, in] matrices 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,19 +32,53 @@ class Rounding:
 
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return int8 codes [out, in] for a weight [out, in] float32 and its scale [out, 1] or [1]."""
-        # Columns stand one behind the other, in units of the scales: four launches a column, and each waits for the last.
+        # In units of the scales, columns one behind the other.
         left = (weight / scale.float().reshape(-1, 1))[:, self.order].t().contiguous()
-        codes, errors = torch.empty_like(left), torch.empty_like(left[:BLOCK])
+        codes, errors, round_block = torch.empty_like(left), torch.empty_like(left[:BLOCK]), _round_columns
         for first in range(0, len(left), BLOCK):
             part = left[first : first + BLOCK]
             end = first + len(part)
             ahead = self.inverse[first:end, first:] / self.inverse.diagonal()[first:end, None]
-            inside, off = ahead[:, : len(part)], errors[: len(part)]
-            columns = zip(part.unbind(), codes[first:end].unbind(), off.unbind(), inside.unbind(), strict=True)
-            for j, (column, code, error, following) in enumerate(columns):
-                torch.sub(column, torch.round(column, out=code).clamp_(int8.QMIN, int8.QMAX), out=error)
-                part[j + 1 :].addr_(following[j + 1 :], error, alpha=-1)
+            off = errors[: len(part)]
+            given = part, ahead[:, : len(part)], codes[first:end], off
+            round_block(*given) if len(part) == BLOCK else _round_columns(*given)
             left[end:].addmm_(ahead[:, len(part) :].t(), off, alpha=-1)
+            if not first and left.is_cuda:
+                round_block = _recorded(*given)
         found = torch.empty_like(codes)
         found[self.order] = codes
         return found.t().to(torch.int8).contiguous()
+
+
+def _round_columns(part: Tensor, ahead: Tensor, codes: Tensor, errors: Tensor) -> None:
+    """Round columns one behind the other, each to the nearest code, and let those that follow make up for its error.
+
+    part [columns, rows], which is used up; ahead [columns, columns]: what an error takes off the columns behind it. Fills codes and errors
+    [columns, rows]. Four launches a column, and each waits for the last."""
+    columns = zip(part.unbind(), codes.unbind(), errors.unbind(), ahead.unbind(), strict=True)
+    for j, (column, code, error, following) in enumerate(columns):
+        torch.sub(column, torch.round(column, out=code).clamp_(int8.QMIN, int8.QMAX), out=error)
+        part[j + 1 :].addr_(following[j + 1 :], error, alpha=-1)
+
+
+def _recorded(*like: Tensor) -> Callable[..., None]:
+    """Return `_round_columns` for tensors like these on a card, as one CUDA graph: the host would take longer to launch it than the card to run it.
+
+    Not torch.cuda.graph, which gives all free memory back first."""
+    own, device = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like], like[0].device
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        _round_columns(*own)
+        graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(side)
+
+    def run(*given: Tensor) -> None:
+        for here, there in zip(own[:2], given[:2], strict=True):
+            here.copy_(there)
+        graph.replay()
+        for here, there in zip(own[2:], given[2:], strict=True):
+            there.copy_(here)
+
+    return run

@@ -35,6 +35,9 @@ SAMPLED_ROWS = 1024  # of each input, for output errors and the search of alpha
 ROUNDINGS = ("nearest", "gptq")
 # Learned factors see so many rows of an input: a channel that is rarely large needs many. On a card they cost no more launches.
 LEARNING_ROWS = {"cpu": 4096, "cuda": 16384}
+COMPARED_ROWS = (
+    4096  # of these, that products in float32 compare outputs on: more would take longer than all of the search
+)
 _GPTQ_SHARE = 0.3  # of the noise that rounding weights to the nearest would add, what GPTQ leaves, about
 
 
@@ -211,7 +214,7 @@ class Input:
         candidates = {alpha: self._exact(smooth_factors(reach, columns, alpha), modules) for alpha in alphas}
         best = alphas[0]
         if smooth == "auto":
-            exact = [self.stats.rows @ weight.t() for weight in weights]
+            exact = [self._compared @ weight.t() for weight in weights]
             errors = {alpha: self._error(factors, weights, exact) for alpha, factors in candidates.items()}
             best = min(errors, key=errors.get)
             if errors[best] >= self._error(torch.ones_like(reach), weights, exact):
@@ -223,7 +226,7 @@ class Input:
         """Take learned factors if they lower the error of the outputs, token by token."""
         rows, share = self.stats.rows, _GPTQ_SHARE if self.settings.rounding == "gptq" else 1.0
         learned = learned_factors(rows, torch.cat(weights), self.group, self.stats.beside, self.scheme, share)
-        learned, exact = self._exact(learned, modules), [rows @ weight.t() for weight in weights]
+        learned, exact = self._exact(learned, modules), [self._compared @ weight.t() for weight in weights]
         if self._error(learned, weights, exact) < self._error(torch.ones_like(learned), weights, exact):
             self.factors = learned
         else:
@@ -270,10 +273,19 @@ class Input:
             return factors
         return exact_factors(factors, producer.weight, self.dtype, norm_offset(producer))
 
+    @property
+    def _compared(self) -> Tensor:
+        """The sampled rows that outputs are compared on, [at most COMPARED_ROWS, channels]."""
+        return self._thinned(self.stats.rows)
+
+    @staticmethod
+    def _thinned(rows: Tensor) -> Tensor:
+        return rows[:: -(-len(rows) // COMPARED_ROWS)]
+
     def _error(self, factors: Tensor, weights: list[Tensor], exact: list[Tensor]) -> float:
         """Return the squared error of the group's outputs on the sampled rows, all quantized as the artifact will be."""
         columns = self.group.spread(factors)
-        rows = self.stats.rows / columns
+        rows = self._compared / columns
         scale = zero_point = None
         if self.scheme.static:
             low, high = float((self.stats.low / columns).min()), float((self.stats.high / columns).max())
@@ -282,7 +294,7 @@ class Input:
             chosen = self.settings.observer.range(sampled.histogram, low, high, self.scheme.asymmetric)
             scale, zero_point = self._static(chosen)
         rows = int8.fake_quantize_input(rows, self.scheme, scale, zero_point)
-        token = self.stats.beside[:, None] if self.settings.weighs_tokens else 1.0
+        token = self._thinned(self.stats.beside)[:, None] if self.settings.weighs_tokens else 1.0
         totals = []
         for weight, expected in zip(weights, exact, strict=True):
             back = quantized_weight(weight * columns, self.scheme, self.dtype)
@@ -323,12 +335,12 @@ class Input:
         if not self.stats.tokens:
             return
         weights = self.weights(modules) if self.folded is None else self.folded
-        rows = int8.fake_quantize_input(self.stats.rows, self.scheme, self.scale, self.zero_point)
-        quantized = self._quantized(weights)
-        self.errors = output_error(self.stats.rows, weights, rows, quantized)
+        compared, quantized = self._compared, self._quantized(weights)
+        rows = int8.fake_quantize_input(compared, self.scheme, self.scale, self.zero_point)
+        self.errors = output_error(compared, weights, rows, quantized)
         if self.settings.dynamic and self.scheme.static:
-            per_token = int8.fake_quantize_input(self.stats.rows, int8.Int8Scheme(), None, None)
-            self.errors_per_token = output_error(self.stats.rows, weights, per_token, quantized)
+            per_token = int8.fake_quantize_input(compared, int8.Int8Scheme(), None, None)
+            self.errors_per_token = output_error(compared, weights, per_token, quantized)
 
     def _quantized(self, weights: list[Tensor]) -> list[Tensor]:
         """Return the weights as they come back from INT8 [out, in] float32."""

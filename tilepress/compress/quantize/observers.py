@@ -123,6 +123,9 @@ class InputStats:
             self._trim()
 
     def _trim(self) -> None:
+        """Leave one tensor of the rows that stay; nothing is to be done where there is."""
+        if len(self._rows) == 1 and len(self._rows[0]) <= self.max_rows:
+            return
         rows, beside, keys = torch.cat(self._rows), torch.cat(self._beside), torch.cat(self._keys)
         chosen = keys.argsort()[: self.max_rows].sort().values
         where = chosen.to(rows.device)

@@ -310,11 +310,12 @@ class Quantize(Recipe):
         writing = max(t.elements * (2 * (self.dtype or t.dtype).itemsize + wide) for t in targets)
         if text is None:
             return writing
+        outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
+        targets = [target for target in targets if not target.is_head]  # which is only rounded
         layers: dict[str, list[Target]] = {}
         for target in targets:
             layers.setdefault("".join(re.findall(r"\.\d+\.", target.name)[:1]), []).append(target)
         layer = 4 * max(sum(t.elements for t in found) for found in layers.values())
-        outside = sum(e.nbytes for e in checkpoint.tensors.values()) - sum(t.weight.nbytes for t in targets)
         config = checkpoint.text_config
         width = config.get("hidden_size") or config.get("n_embd") or max(t.cols for t in targets)
         hidden = text.nsamples * text.seqlen * width * (self.dtype or targets[0].dtype).itemsize

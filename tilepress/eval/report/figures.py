@@ -1,6 +1,7 @@
 """The drawings of a report, by plotly: each is checked by plotly's own validators when it is made."""
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -122,10 +123,13 @@ def pareto(found: Gathered) -> dict | None:
         )
     spread = max(one["kl"] for one in told) / max(min(one["kl"] for one in told), 1e-9)
     kind = (
-        {"type": "log", "dtick": 1} if spread > 20 and min(one["kl"] for one in told) > 0 else {"rangemode": "tozero"}
+        {"type": "log", "dtick": "D2"}
+        if spread > 20 and min(one["kl"] for one in told) > 0
+        else {"rangemode": "tozero"}
     )
     axes = {"xaxis": _axis("MB of weights", rangemode="tozero"), "yaxis": _axis("KL divergence, nats", **kind)}
-    for size in {one.source_bytes for one in found.artifacts if one.source_bytes}:
+    drawn = {one["name"] for one in told}
+    for size in {one.source_bytes for one in found.artifacts if one.source_bytes and one.name in drawn}:
         line = {"type": "line", "x0": size / 1e6, "x1": size / 1e6, "yref": "paper", "y0": 0, "y1": 1}
         note = {
             "x": size / 1e6,
@@ -141,12 +145,17 @@ def pareto(found: Gathered) -> dict | None:
     return _figure(traces, axes, 380)
 
 
+def _in_order(name: str) -> list:
+    """Return what names are sorted by: head 2 before head 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def heat_map(cells: list[dict], what: str) -> dict:
     """Draw a value for each layer (across) and projection, KV head or expert (down)."""
     import plotly.graph_objects as go
 
     layers = sorted({cell["layer"] for cell in cells})
-    projections = list(dict.fromkeys(cell["projection"] for cell in cells))
+    projections = sorted({cell["projection"] for cell in cells}, key=_in_order)
     values = {(cell["projection"], cell["layer"]): cell["value"] for cell in cells}
     counted = what == EXPERT_TOKENS
     trace = go.Heatmap(

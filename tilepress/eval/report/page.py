@@ -1,5 +1,6 @@
 """The page of a report: verdict, tables, drawings, texts, recipe. Names and texts on it are anyone's, so everything is escaped."""
 
+import re
 import shlex
 from html import escape
 from pathlib import Path
@@ -25,7 +26,7 @@ th { background: var(--soft); font-weight: 600 } th:first-child, td:first-child 
 th.text { text-align: left } td.text { white-space: pre-wrap; text-align: left; vertical-align: top; min-width: 220px; overflow-wrap: anywhere }
 pre { background: var(--soft); padding: 10px 14px; overflow-x: auto; font-size: .85rem }
 .figure { width: 100%; min-height: 120px } footer { color: var(--dim); font-size: .85rem; margin-top: 40px }
-@media (max-width: 600px) { body { padding: 8px 12px 40px; font-size: 14px } th, td { padding: 4px 6px } }
+@media (max-width: 600px) { body { padding: 8px 12px 40px; font-size: 14px } th, td { padding: 4px 6px } td.text { min-width: 112px } }
 """
 _SCRIPT = """
 const drawn = JSON.parse(document.getElementById('figures').textContent);
@@ -42,7 +43,7 @@ def html(found: Gathered, title: str | None = None) -> str:
     drawn = figures(found)
     title = title or ", ".join(artifact.name for artifact in found.artifacts) or "a model"
     sections = [
-        *(f'<p class="verdict">{escape(line)}</p>' for line in verdicts(found)),
+        *(f'<p class="verdict">{_with_code(line)}</p>' for line in verdicts(found)),
         _sizes(found),
         _quality(found),
         _drawings(drawn, ("pareto",)),
@@ -132,6 +133,11 @@ def _table(head: list[str], rows: list[list[str]], texts: bool = False) -> str:
 def _section(title: str, body: str) -> str:
     anchor = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>{body}</section>'
+
+
+def _with_code(text: str) -> str:
+    """Return text for the page in which backticks set off code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _note(text: str) -> str:
@@ -269,7 +275,8 @@ def _speed(found: Gathered) -> str:
             faster = f"{row['speedup']:.2f}" if "speedup" in row else ""
             rows.append([*start, *times, peak, _share(row.get("share_of_read")), faster])
         env = result["env"]
-        where = env.get("card") or f"{env.get('threads')} threads of a CPU"
+        threads = env.get("threads")
+        where = env.get("card") or f"{threads} thread{'' if threads == 1 else 's'} of a CPU"
         read = f", which reads {result['read_gbps']:,.0f} GB/s" if result.get("read_gbps") else ""
         body += _table(head, rows) + _note(
             f"{where}{read}, torch {env.get('torch')}; medians of runs, drawn with half their spread."
@@ -290,6 +297,8 @@ def _layers(found: Gathered, drawn: dict[str, tuple[str, dict]], kinds: tuple[st
     notes = [
         "Errors are relative, of outputs on calibration text, as the manifest has them; experts of a layer are one mean."
     ]
+    if any(name.startswith("output-error") for name in drawn):
+        notes.append("White: not compressed, such as weights that quantization keeps in 16 bits.")
     if any(name.startswith("cache-error") for name in drawn):
         notes.append("The squares of a layer's KV heads add up to that of its attention's outputs.")
     for one in found.artifacts:
