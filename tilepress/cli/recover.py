@@ -48,6 +48,13 @@ def recover(
     nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
     seed: Seed = 0,
     bos: Bos = "auto",
+    fsdp: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|always|never",
+            help="Under torchrun: each card has a part of both models, not both; auto: where they have no room.",
+        ),
+    ] = "auto",
     save_every: Annotated[
         float, typer.Option(metavar="MINUTES", min=0, help="How often the state is kept, for --resume.")
     ] = 5.0,
