@@ -20,8 +20,8 @@ from tilepress.kernels.tiled_bitmap_decode import macros
 COLUMNS = (192, 256)  # of y that a cluster takes at once; x has them as rows
 RANKS = 2  # blocks of a cluster, each with a row block
 _CONSUMERS = 2  # warpgroups of a block
-_THREADS = 128 * (_CONSUMERS + 1)
-_REGISTERS = (216, 72)  # of a consumer's thread and of another
+THREADS = 128 * (_CONSUMERS + 1)
+REGISTERS = (216, 72)  # of a consumer's thread and of another
 _WALK_COST = 64  # columns whose products take as long as reading a tile does
 _FEWEST_X, _MOST_X, _MOST_TILES = 4, 6, 6  # slots: of 64 columns of x, of tiles
 _TAKES = "words* offsets* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes tile_slots x_slots successors_wait"
@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        own = {"NT": self.columns, "CONSUMER_REGISTERS": _REGISTERS[0], "LOADER_REGISTERS": _REGISTERS[1]}
+        own = {"NT": self.columns, "CONSUMER_REGISTERS": REGISTERS[0], "LOADER_REGISTERS": REGISTERS[1]}
         product = ptx.wgmma(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16", from_registers=True)
         own |= macros(self.dtype, self.value_dtype, self.group)
         return jit.source("sm90_tiled_bitmap_prefill.cu", product, **own)
@@ -72,7 +72,7 @@ def slots_for(columns: int, clusters: int, tile_bytes: int) -> tuple[int, int]:
 @functools.cache
 def _kernel(chosen: Configuration) -> jit.Kernel:
     shared = HOPPER.block_shared_bytes
-    return jit.Kernel("tiled_bitmap_prefill", chosen.source, _TAKES, _THREADS, shared, overlaps=True)
+    return jit.Kernel("tiled_bitmap_prefill", chosen.source, _TAKES, THREADS, shared, overlaps=True)
 
 
 def multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None, tile_bytes_of: Callable) -> Callable:
