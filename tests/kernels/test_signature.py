@@ -22,6 +22,7 @@ from tilepress.kernels import (
     read_bandwidth,
     rope_append,
     tiled_bitmap_decode,
+    tiled_bitmap_prefill,
     tiled_bitmap_spmm,
     tiled_csl_decode,
     tiled_csl_spmm,
@@ -45,6 +46,7 @@ def kernels() -> dict[str, jit.Kernel]:
     """One of each kernel that a launch makes; of those for sm_90 with a choice of parameters, each choice."""
     quantizing = fused_quant.configuration_for(4096, False)
     bitmap = tiled_bitmap_spmm.Configuration(16, 1, BF16, BF16, 1)
+    prefill = tiled_bitmap_prefill.Configuration(256, BF16, BF16, 1)
     steps = kv_cache.Steps(True, True, 2)
     mma = decode_attention_mma.configuration_for(FORM, 64, BF16, 4, arch.HOPPER)
     found = {
@@ -60,6 +62,7 @@ def kernels() -> dict[str, jit.Kernel]:
         "read_bandwidth": read_bandwidth._kernel(),
         "rope_append": rope_append._kernel(FORM, BF16, steps, 64, 32, 8, 128, False, False, False, False, False),
         "tiled_bitmap_decode": tiled_bitmap_decode.kernel(BF16, BF16, 1),
+        "tiled_bitmap_prefill": tiled_bitmap_prefill._kernel(prefill),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
         "tiled_csl_decode": tiled_csl_decode._kernel(),
         "tiled_csl_mma": tiled_csl_spmm._mma_kernel(8, BF16),

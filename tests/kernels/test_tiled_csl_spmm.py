@@ -258,21 +258,15 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     run = tiled_csl_spmm._multiplying(jit.like((n, rows), dtype, x.device), x, packed, bias)
     y = run(x, words, offsets, bias)
     cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
-    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, all_tiles, successors_wait),) = seen
+    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, units, successors_wait),) = seen
     assert successors_wait is True
     addresses = [argument for argument in arguments_ if argument is not cuts]
     assert (len(arguments_) > len(addresses)) == (n <= 64)
-    assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (
-        columns,
-        132,
-        n,
-        rows,
-        16,
-        157 * 16,
-        157 * 16 * passes,
-    )
+    of_row = 157 if n <= 64 else 79  # row blocks, or pairs of them, for blocks or clusters of two
+    assert (chosen.columns, grid, n_, m, k_blocks, tiles) == (columns, 132, n, rows, 16, 157 * 16)
+    assert units == of_row * 16 * passes and chosen.ranks == (1 if n <= 64 else 2)
     assert addresses[:2] == [words.data_ptr(), offsets.data_ptr()]
-    assert addresses[2:5] == [(x.data_ptr(), (n, 1008), columns, 64), bias.data_ptr(), y.data_ptr()]
+    assert addresses[2:5] == [(x.data_ptr(), (n, 1008), columns // chosen.ranks, 64), bias.data_ptr(), y.data_ptr()]
     sums, left, ticket = addresses[5:]
     assert sums - left >= 8 * 132 * chosen.consumers and sums % 16 == left % 8 == 0 < ticket
     assert y.shape == (n, rows) and y.dtype == dtype and device == x.device

@@ -126,6 +126,13 @@ __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
+// To the same place in each of the cluster's blocks that a bit of `blocks` stands for; completes on each one's mbarrier.
+__device__ __forceinline__ void tma_2d_to_all(u32 to, const void* map, int column, int row, u32 bar, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar), "h"((u16)blocks)
+      : "memory");
+}
 // 16-byte aligned; `again`: others will read it too (cutlass's policy, evict normal).
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar, bool again) {
   asm volatile(
@@ -160,6 +167,9 @@ __device__ __forceinline__ u32 address_in(u32 a, u32 rank) {
 }
 __device__ __forceinline__ void store_in_cluster(u32 a, int x, int y, int z, int w) {  // an address of address_in
   asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void arrive_in_cluster(u32 bar) {  // at an mbarrier by an address of address_in
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

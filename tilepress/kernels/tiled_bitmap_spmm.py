@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
-from tilepress.kernels import arch, jit, library, ptx, split_sum
+from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_bitmap_prefill
 from tilepress.kernels.arch import HOPPER, Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
@@ -150,6 +150,10 @@ def runs_of(offsets: Tensor, blocks: int, tile_cost: int = _TILE_COST) -> Tensor
 _facts_of = PerWeight(_facts)
 
 
+def _tile_bytes(words: Tensor, offsets: Tensor) -> int:
+    return _facts_of(words, offsets, arch.card(offsets.device).multiprocessors).tile_bytes
+
+
 def _room(blocks: int) -> int:
     """Return the shared memory of each of so many blocks of a multiprocessor, in bytes."""
     return HOPPER.block_shared_bytes // blocks - (arch.RESERVED_BYTES if blocks > 1 else 0)
@@ -206,6 +210,8 @@ def _plan(
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
     if not _uses_kernel(n, x.device, x.dtype, packed.weight_dtype, group):
         return _decoding
+    if n > COLUMNS[-1]:
+        return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     return _multiplying(out, x, packed, bias)
 
 

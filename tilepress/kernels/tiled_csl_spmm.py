@@ -62,6 +62,11 @@ class Configuration:
         return 1 if self.columns <= 64 else 2
 
     @property
+    def ranks(self) -> int:
+        """Blocks of a cluster, which share x."""
+        return self.consumers
+
+    @property
     def x_slots(self) -> int:
         return self.windows if self.consumers == 1 else _X_SLOTS[self.columns]
 
@@ -80,10 +85,14 @@ class Configuration:
         warps = 4 * self.consumers + self.windows * self.team
         return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
+    def clusters(self, grid: int) -> int:
+        """Return how many clusters so many blocks are."""
+        return max(1, grid // self.ranks)
+
     def shared_bytes(self, grid: int) -> int:
         """Return the dynamic shared memory of a block in a launch of so many, in bytes."""
         bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
-        cuts = grid + 1 if self.consumers == 2 else 0
+        cuts = self.clusters(grid) + 1 if self.consumers == 2 else 0
         return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * cuts
 
     def source(self, grid: int) -> str:
@@ -91,6 +100,7 @@ class Configuration:
         macros = {
             "NT": self.columns,
             "CONSUMERS": self.consumers,
+            "RANKS": self.ranks,
             "SWAP": int(self.swap),
             "WINDOWS": self.windows,
             "TEAM": self.team,
@@ -99,7 +109,7 @@ class Configuration:
             "UNSCATTER": int(self.unscatter),
             "CONSUMER_REGISTERS": self.registers[0],
             "PRODUCER_REGISTERS": self.registers[1],
-            "GRID": grid,
+            "GRID": self.clusters(grid),
             "BF16": int(self.bfloat16),
         }
         columns = 128 if self.swap else self.columns if self.columns <= 192 else self.columns // 2
@@ -177,7 +187,7 @@ def blocks(device: torch.device) -> int:
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
     cuts = "cuts& " if chosen.consumers == 1 else ""
-    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles_of_w all_tiles successors_wait"
+    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles all_units successors_wait"
     shared_bytes = chosen.shared_bytes(grid)
     return jit.Kernel("tiled_csl_spmm", chosen.source(grid), takes, chosen.threads, shared_bytes, overlaps=True)
 
@@ -236,12 +246,17 @@ def _multiplying(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tenso
     n, rows, cols, grid = len(flat), packed.rows, packed.cols, blocks(x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
     reads_cuts = chosen.consumers == 1  # else equal numbers of tiles
-    scratch = split_sum.scratch(x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns)
-    of_x, tiles = jit.TensorMaps(flat, chosen.columns, 64).__getitem__, packed.offsets.numel() - 1
-    numbers = n, rows, -(-cols // tiled_csl.TILE_COLS), tiles, tiles * -(-n // chosen.columns)
+    ranks, clusters = chosen.ranks, chosen.clusters(grid)
+    scratch = split_sum.scratch(
+        x.device, clusters, ranks * chosen.consumers, ranks * tiled_csl.TILE_ROWS, chosen.columns
+    )
+    of_x, tiles = jit.TensorMaps(flat, chosen.columns // ranks, 64).__getitem__, packed.offsets.numel() - 1
+    k_blocks = -(-cols // tiled_csl.TILE_COLS)
+    units = -(-tiles // k_blocks // ranks) * k_blocks
+    numbers = n, rows, k_blocks, tiles, units * -(-n // chosen.columns)
     optional = [*([VARIES] if reads_cuts else []), VARIES, 0 if bias is None else VARIES]
     args = VARIES, VARIES, *optional, VARIES, VARIES, VARIES, VARIES, *numbers, VARIES
-    launch = Launch(kernel, x.device, grid, args)
+    launch = Launch(kernel, x.device, clusters * ranks, args)
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, *_) -> Tensor:
         x, y = align(x), jit.empty_like(out)
