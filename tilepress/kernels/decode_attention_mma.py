@@ -178,8 +178,10 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def launch(query: Tensor, cache: Cache, lse: Tensor | None, out_scale: Tensor | None) -> Tensor:
-    """The output, and the log-sum-exp in `lse` if it is given. Lengths and tables are not checked: looking at them would wait for the card."""
+def launch(
+    query: Tensor, cache: Cache, lse: Tensor | None, out_scale: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """The output, in `out` if it is given, and the log-sum-exp in `lse`. Lengths and tables are not checked: looking at them would wait for the card."""
     form = cache.form_for(query)
     (queries, heads, dim), (num_pages, kv_heads, _) = query.shape, cache.pages.shape
     check_pages(cache.pages, kv_heads, form)
@@ -205,7 +207,8 @@ def launch(query: Tensor, cache: Cache, lse: Tensor | None, out_scale: Tensor | 
     run, combine = kernel(chosen), combine_kernel(chosen)
     run.load(query.device)
     combine.load(query.device)  # which of them are needed depends on the batch, and a graph cannot load one
-    out = torch.empty_like(query, dtype=query.dtype if out_scale is None else torch.int8)
+    if out is None:
+        out = torch.empty_like(query, dtype=query.dtype if out_scale is None else torch.int8)
     scales = None if out_scale is None else out_scale.reshape(1).float()
     rows = queries * heads
     parts = query.new_empty(splits, rows, dim + 4, dtype=torch.float32) if splits > 1 else None
