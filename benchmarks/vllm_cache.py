@@ -48,8 +48,8 @@ class Form:
         self.name, self.is_eager = name, kind == "eager"
         self.weights, _, self.kv = both.partition("+")
         self.base = model if WEIGHTS[self.weights] is None else work / self.weights
-        self.folder = work / f"{self.weights}+{self.kv}" if self.kv in OURS else self.base
-        self.log, self.part = (work / f"{name.replace('/', '-')}.{end}" for end in ("log", "json"))
+        self.folder = work / f"{self.weights}_{self.kv}" if self.kv in OURS else self.base
+        self.log, self.part = (work / f"of_{name.replace('/', '-').replace('+', '_')}.{end}" for end in ("log", "json"))
 
     @property
     def options(self) -> dict:
@@ -184,7 +184,7 @@ def main() -> None:
     forms = [Form(name, model, asked.work) for name in asked.forms.split(",")]
     prepare(forms, model, text, time.monotonic() + asked.prepare)
     env, found = environment(), {}
-    for part in map(json.loads, [file.read_text() for file in asked.work.glob("*+*.json")]):
+    for part in map(json.loads, [file.read_text() for file in asked.work.glob("of_*.json")]):
         found[part.pop("form")] = part
     for form in forms:
         found.pop(form.name, None)

@@ -8,7 +8,9 @@ another, vLLM's own dense BF16 first; a row's `over_dense_bf16` compares with it
 long and a short answer divided by their lengths, so that the prompt cancels out; prompts are in the prefix cache then. A
 row's `share` says what the card did in a token's time, by the names of its kernels, in parts of that time: ours, attention,
 products of vLLM's (the head; all of them where weights are not ours), the rest, and the time without a kernel. The first
-token is timed on prompts that are not cached. Forms that exist in --work are not made again.
+token is timed on prompts that are not cached; `card_ms` is what its kernels take together, `launches` how often kernels
+and graphs were launched, and `host_ms` where the host spent most of it, in one more run under a profiler. Forms that
+exist in --work are not made again.
 """
 
 import argparse
@@ -118,8 +120,26 @@ def measure(llm, cases: tuple[tuple[int, int], ...] = CASES) -> dict:
         decode.append(row | {"share": {kind: ms / tpot for kind, ms in kinds.items()}, "kernels_ms": most_of_it})
     for context in FIRST:
         found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(RUNS + 1))][1:]
-        first.append({"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)})
+        row = {"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)}
+        first.append(row | of_host_and_card(lambda asked: seconds(asked, 1), prompts(1, context)))
     return {"decode": decode, "first": first}
+
+
+def of_host_and_card(run, asked: list[dict]) -> dict:
+    """Return what a profiler sees of one run: the card's time, launches, and the host's longest functions."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run(asked)
+    events = found.key_averages()
+    on_card = [event for event in events if event.device_type == DeviceType.CUDA]
+    on_host = Counter({event.key[:80]: event.self_cpu_time_total / 1e3 for event in events})
+    return {
+        "card_ms": sum(event.self_device_time_total for event in on_card) / 1e3,
+        "launches": {event.key: event.count for event in events if "Launch" in event.key},
+        "host_ms": dict(on_host.most_common(8)),
+    }
 
 
 def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
