@@ -153,6 +153,28 @@ def test_one_request(packed, model, monkeypatch):
     assert CARD or greedy[0, len(prompt) :].tolist() == list(output.token_ids)
 
 
+def test_long_pieces_go_to_attention_of_vllms(packed, model, monkeypatch):
+    """Its CPU build has none over tokens that lie one behind another; one that takes the same arguments stands for it."""
+    seen = []
+
+    def flash(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, softmax_scale, causal, out):
+        (zero, rows), (first, length) = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert zero == first == 0 and rows == len(q) == max_seqlen_q and length <= max_seqlen_k == len(k) and causal
+        seen.append((rows, length))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:length], v[:length]))
+        mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+        shared = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        )
+        out.copy_(shared[0].transpose(0, 1))
+
+    for layer in model_of(packed).model.layers:
+        monkeypatch.setattr(layer.self_attn.attn.impl, "flash", flash)
+    prompt = WORDS[1600:1750]
+    assert_near(model, [prompt], generate(packed, [prompt], 5))
+    assert seen == [(96, 96)] * 4 + [(54, 150)] * 4
+
+
 def test_what_a_prompt_is_worth(packed, model):
     """Perplexity by way of the engine."""
     prompt = WORDS[300:500]
