@@ -215,19 +215,33 @@ def _copying(*given) -> None:
     given[_OUT].copy_(ON_CARD["decode_attention"](*given[:_OUT], *given[_OUT + 1 :]))
 
 
-def _by_mma(name: str, query: Tensor, *args):
-    """What the kernel for Hopper does not take, by the one for all cards, or by the reference."""
-    cache, out_scale, into = _split(name, args)
-    form = cache.form_for(query)
-    why = jit.why_not(query.device) if decode_attention_mma.suits(query, cache) else "the arguments' layout"
-    if why is not None or decode_attention_mma.why_not(form, query.dtype) is not None:
-        return REFERENCES[name](query, *args)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if name == "decode_attention_lse" else None
-    if into is not None:
-        decode_attention_mma.launch(query, cache, lse, out_scale, into)
-        return None
-    out = decode_attention_mma.launch(query, cache, lse, out_scale)
-    return out if lse is None else (out, lse)
+def _by_mma(name: str, query: Tensor, *args) -> Callable:
+    """Return what runs what the kernel for Hopper does not take: the one for all cards, or the reference."""
+    cache, out_scale, _ = _split(name, args)
+    if jit.why_not(query.device) is not None or not decode_attention_mma.suits(query, cache):
+        return REFERENCES[name]
+    if decode_attention_mma.why_not(cache.form_for(query), query.dtype) is not None:
+        return REFERENCES[name]
+    scattered = [0] * (not query.is_contiguous() or query.data_ptr() % 16 > 0)
+    scattered += [2] * (cache.block_table.stride(1) != 1) + [3] * (not cache.seq_lens.is_contiguous())
+    if cache.cu_query_lens is not None and not cache.cu_query_lens.is_contiguous():
+        scattered.append(next(i for i, x in enumerate(args, 1) if x is cache.cu_query_lens))
+    if scattered:
+        return gathering(ON_CARD[name], scattered)
+    with_lse = name == "decode_attention_lse"
+    attend, sums_like = decode_attention_mma.plan(query, cache, with_lse, out_scale), None
+    if with_lse:
+        sums_like = jit.like(query.shape[:2], torch.float32, query.device)
+
+    def run(query: Tensor, *args):
+        cache, out_scale, into = _split(name, args)
+        lse = None if sums_like is None else jit.empty_like(sums_like)
+        out = attend(query, cache, lse, out_scale, into)
+        if into is not None:
+            return None
+        return out if lse is None else (out, lse)
+
+    return run
 
 
 def _plan(name: str, query: Tensor, *arguments) -> Callable:
@@ -246,7 +260,7 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     plain &= not cache.extras and page_tokens(pages, form) == PAGE_TOKENS
     if why_not(device, form, query.dtype) is not None or not plain:
-        return functools.partial(_by_mma, name)
+        return _by_mma(name, query, *arguments)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
