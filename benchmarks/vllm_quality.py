@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--limit", type=int, default=400, help="items")
+    parser.add_argument("--engine-only", action="store_true", help="leave out what tilepress makes of it")
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=Path, default=Path("vllm_quality.json"))
@@ -75,6 +76,8 @@ def main() -> None:
     if asked.items:
         found["vllm"] |= endings(llm, tokenizer, asked, start)
     asked.output.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.engine_only:
+        os._exit(0)
     of_text = {"seqlen": asked.seqlen, "limit": asked.windows, "kv": "decode"}
     mine = tilepress.perplexity(asked.artifact, asked.text, **of_text | shared)
     found["tilepress"] = {"perplexity": mine.perplexity}
