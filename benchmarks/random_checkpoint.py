@@ -21,8 +21,9 @@ from tilepress.bench.shapes import DENSE, Artifact, config_of, random_model
 DOCUMENTS, TOKENS = 256, 4096  # of the text
 
 
-def write(shape: str, folder: Path, device: str) -> None:
+def write(shape: str, folder: Path, device: str, layers: int | None) -> None:
     config = config_of(shape)
+    config.num_hidden_layers = layers or config.num_hidden_layers
     model, _ = random_model(config, Artifact.parse(DENSE), device)
     model.save_pretrained(folder, max_shard_size="4GB")
     vocabulary = {str(i): i for i in range(config.vocab_size)}
@@ -41,4 +42,5 @@ if __name__ == "__main__":
     parser.add_argument("shape")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, help="instead of those of the shape")
     write(**vars(parser.parse_args()))

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_decode import FORMS as WEIGHTS, LONG, child, engine, environment, make, measure, wait_until_ready
+from vllm_decode import FORMS as WEIGHTS, LONG, RUNS, child, engine, environment, make, measure, tell, wait_until_ready
 
 VLLMS = {  # caches of vLLM's: bytes, parts of those in 16 bits, at most
     "bf16": 1.0,
@@ -48,8 +48,8 @@ class Form:
         self.name, self.is_eager = name, kind == "eager"
         self.weights, _, self.kv = both.partition("+")
         self.base = model if WEIGHTS[self.weights] is None else work / self.weights
-        self.folder = work / f"{self.weights}+{self.kv}" if self.kv in OURS else self.base
-        self.log, self.part = (work / f"{name.replace('/', '-')}.{end}" for end in ("log", "json"))
+        self.folder = work / f"{self.weights}_{self.kv}" if self.kv in OURS else self.base
+        self.log, self.part = (work / f"of_{name.replace('/', '-').replace('+', '_')}.{end}" for end in ("log", "json"))
 
     @property
     def options(self) -> dict:
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=float, default=200.0, help="seconds for what is missing to be made")
     parser.add_argument("--start", type=float, default=240.0, help="seconds for engines that start together")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a form to be asked and timed")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of each case, of which the median counts")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     model, text = Path(asked.model), asked.text
@@ -179,22 +180,25 @@ def main() -> None:
     text = text or model.with_name(model.name + ".jsonl")
     cases = [tuple(map(int, case.split("x"))) for case in asked.cases.split(",")]
     if asked.one:
-        run(Form(asked.one, model, asked.work), cases, asked.untimed)
+        run(Form(asked.one, model, asked.work), cases, asked.untimed, asked.runs)
     asked.work.mkdir(parents=True, exist_ok=True)
     forms = [Form(name, model, asked.work) for name in asked.forms.split(",")]
     prepare(forms, model, text, time.monotonic() + asked.prepare)
     env, found = environment(), {}
-    for part in map(json.loads, [file.read_text() for file in asked.work.glob("*+*.json")]):
+    for part in map(json.loads, [file.read_text() for file in asked.work.glob("of_*.json")]):
         found[part.pop("form")] = part
     for form in forms:
         found.pop(form.name, None)
         form.part.unlink(missing_ok=True)
     notes = {form.name: "was not made" for form in forms if not (form.folder / "config.json").exists()}
-    for together in waves([form for form in forms if form.name not in notes], cases, int(asked.room * 1e9)):
-        running = {}
-        for form in together:
-            words = [__file__, *sys.argv[1:], "--one", form.name]
-            running[form] = child(words, form.log, TILEPRESS_VLLM_KV="packed" if form.kv in OURS else "plain")
+    all_waves, processes = waves([f for f in forms if f.name not in notes], cases, int(asked.room * 1e9)), {}
+    for form in (form for together in all_waves for form in together):  # vLLM is imported by all of them at once
+        words = [__file__, *sys.argv[1:], "--one", form.name]
+        processes[form] = child(words, form.log, TILEPRESS_VLLM_KV="packed" if form.kv in OURS else "plain")
+    for together in all_waves:
+        running = {form: processes[form] for form in together}
+        for process in running.values():
+            tell(process)
         end = time.monotonic() + asked.start
         ready = {form: wait_until_ready(process, end) for form, process in running.items()}
         for form, process in running.items():
@@ -221,7 +225,7 @@ def main() -> None:
     sys.exit(bool(notes))
 
 
-def run(form: Form, cases: list[tuple[int, int]], is_untimed: bool) -> None:
+def run(form: Form, cases: list[tuple[int, int]], is_untimed: bool, runs: int) -> None:
     """Ask and time one form, in a process of its own."""
     config = json.loads((form.folder / "config.json").read_text())
     cases = [(batch, min(context, config["max_position_embeddings"] - LONG - 8)) for batch, context in cases]
@@ -233,7 +237,7 @@ def run(form: Form, cases: list[tuple[int, int]], is_untimed: bool) -> None:
     found["answers"] = answers(llm)
     form.part.write_text(json.dumps(found))
     if not (is_untimed or form.is_eager):
-        form.part.write_text(json.dumps(found | measure(llm, cases)))
+        form.part.write_text(json.dumps(found | measure(llm, cases, runs)))
     os._exit(0)  # an engine's own end takes long and says much
 
 

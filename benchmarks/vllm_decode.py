@@ -8,7 +8,9 @@ another, vLLM's own dense BF16 first; a row's `over_dense_bf16` compares with it
 long and a short answer divided by their lengths, so that the prompt cancels out; prompts are in the prefix cache then. A
 row's `share` says what the card did in a token's time, by the names of its kernels, in parts of that time: ours, attention,
 products of vLLM's (the head; all of them where weights are not ours), the rest, and the time without a kernel. The first
-token is timed on prompts that are not cached. Forms that exist in --work are not made again.
+token is timed on prompts that are not cached; `card_ms` is what its kernels take together, `launches` how often kernels
+and graphs were launched, and `host_ms` where the host spent most of it, in one more run under a profiler. Forms that
+exist in --work are not made again.
 """
 
 import argparse
@@ -55,9 +57,10 @@ def kind_of(kernel: str) -> str:
 def engine(folder: str, cases: tuple[tuple[int, int], ...] = CASES, cache: int = CACHE, **options):
     """Return vLLM's engine, with room for all cases, and the seconds that it took to start.
 
-    Says "ready" then, and goes on as soon as a line comes in."""
+    Imports vLLM and goes on as soon as a line comes in; says "ready" when it has started, and goes on as soon as another comes in."""
     from vllm import LLM
 
+    sys.stdin.readline()
     began = time.perf_counter()
     most = max(context for _, context in cases) + LONG + 8
     sizes = {batch for batch, _ in cases} | {n for n in FIRST if n <= 512}
@@ -79,7 +82,7 @@ def engine(folder: str, cases: tuple[tuple[int, int], ...] = CASES, cache: int =
     return llm, started
 
 
-def measure(llm, cases: tuple[tuple[int, int], ...] = CASES) -> dict:
+def measure(llm, cases: tuple[tuple[int, int], ...] = CASES, runs: int = RUNS) -> dict:
     """Return an engine's figures: `decode` rows with batch, context and tpot_ms, `first` with context and ttft_ms."""
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
@@ -105,7 +108,7 @@ def measure(llm, cases: tuple[tuple[int, int], ...] = CASES) -> dict:
     for batch, context in cases:
         asked = prompts(batch, context)
         seconds(asked, SHORT)  # fills the prefix cache
-        found = [(seconds(asked, LONG) - seconds(asked, SHORT)) / (LONG - SHORT) for _ in range(RUNS)]
+        found = [(seconds(asked, LONG) - seconds(asked, SHORT)) / (LONG - SHORT) for _ in range(runs)]
         tpot = 1e3 * statistics.median(found)
         row = {"batch": batch, "context": context, "tpot_ms": tpot, "spread": (max(found) - min(found)) * 1e3 / tpot}
         spent = kernels(asked, SHORT + PROFILED)
@@ -117,9 +120,27 @@ def measure(llm, cases: tuple[tuple[int, int], ...] = CASES) -> dict:
         most_of_it = {name[:120]: ms / PROFILED for name, ms in spent.most_common(12)}
         decode.append(row | {"share": {kind: ms / tpot for kind, ms in kinds.items()}, "kernels_ms": most_of_it})
     for context in FIRST:
-        found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(RUNS + 1))][1:]
-        first.append({"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)})
+        found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(runs + 1))][1:]
+        row = {"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)}
+        first.append(row | of_host_and_card(lambda asked: seconds(asked, 1), prompts(1, context)))
     return {"decode": decode, "first": first}
+
+
+def of_host_and_card(run, asked: list[dict]) -> dict:
+    """Return what a profiler sees of one run: the card's time, launches, and the host's longest functions."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run(asked)
+    events = found.key_averages()
+    on_card = [event for event in events if event.device_type == DeviceType.CUDA]
+    on_host = Counter({event.key[:80]: event.self_cpu_time_total / 1e3 for event in events})
+    return {
+        "card_ms": sum(event.self_device_time_total for event in on_card) / 1e3,
+        "launches": {event.key: event.count for event in events if "Launch" in event.key},
+        "host_ms": dict(on_host.most_common(8)),
+    }
 
 
 def make(model: str, folder: Path, words: list[str]) -> subprocess.Popen:
@@ -161,6 +182,8 @@ def main() -> None:
     if any(process.wait() for process in [make(asked.model, forms[form], FORMS[form]) for form in missing]):
         sys.exit("a form could not be made")
     running = {form: start(form, folder, asked.work) for form, folder in forms.items()}
+    for process in running.values():
+        tell(process)
     end = time.monotonic() + asked.timeout
     ready = {form: wait_until_ready(process, end) for form, process in running.items()}
     found, notes = [], {}
@@ -188,6 +211,15 @@ def child(words: list[str], log: Path, **environment: str) -> subprocess.Popen:
     with open(log, "w") as file:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
         return subprocess.Popen([sys.executable, *words], env=ENVIRONMENT | os.environ | environment, **pipes)
+
+
+def tell(process: subprocess.Popen) -> None:
+    """Have an engine start that waits to. One that has ended already is found out about later."""
+    try:
+        process.stdin.write("start\n")
+        process.stdin.flush()
+    except OSError:
+        pass
 
 
 def wait_until_ready(process: subprocess.Popen, end: float) -> bool:

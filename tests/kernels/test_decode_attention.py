@@ -355,7 +355,36 @@ def test_references_agree_with_float64(form):
     torch.testing.assert_close(codes.double(), (expected / 0.01).round().clamp(-128, 127), rtol=0, atol=1)
 
 
-@pytest.mark.parametrize("name,more", [("decode_attention_lse", ()), ("decode_attention_int8", (torch.tensor([0.1]),))])
+@pytest.mark.parametrize(
+    "device,dtype", [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("starts", [None, [0, 1, 66, 66]], ids=["one query each", "several"])
+def test_output_into_memory_that_is_given(starts, device, dtype):
+    """Memory on either side of it stays as it was; memory that kernels cannot write, for it begins anywhere, gets the same numbers."""
+    case = Case(KVFormat(64, 4, 32), [3, 66, 0], 2, device)
+    more = () if starts is None else (0, 0, False, torch.tensor(starts, dtype=torch.int32, device=device))
+    query = case.query(4, dtype)
+    if starts is not None:
+        query = query[:1].expand(66, -1, -1).contiguous()
+    expected = case.run(query, "decode_attention", *more)
+    for first in (1, 0):
+        room = torch.full((len(query) * 512 + 16,), 7.0, dtype=dtype, device=device)
+        out = room[8 * first + 1 - first :][: query.numel()].view(query.shape)
+        assert case.run(query, "decode_attention_into", out, *more) is None
+        assert torch.equal(out, expected)
+        assert (room != 7).sum() <= query.numel() and bool((room[-7:] == 7).all())
+    with pytest.raises(ValueError, match="into"):
+        case.run(query, "decode_attention_into", out[:, :1], *more)
+
+
+@pytest.mark.parametrize(
+    "name,more",
+    [
+        ("decode_attention_lse", ()),
+        ("decode_attention_int8", (torch.tensor([0.1]),)),
+        ("decode_attention_into", (torch.zeros(2, 4, 64),)),
+    ],
+)
 def test_opcheck(name, more):
     case = Case(KVFormat(64, 4, 32), [3, 66], 2, "cpu")
     args = case.query(2, torch.float32), case.pages, case.table % 2**30, case.lens, 0.1, *case.tail, *more

@@ -190,3 +190,31 @@ def test_rows_that_lie_apart_are_copied(launches):
         launches.clear()
         ops.rms_norm(x, weight, 1e-5)
         assert launches[0][1]["x"] != x.data_ptr() and launches[0][1]["weight"] == weight.data_ptr()
+
+
+def test_attention_of_several_queries_in_parts(launches):
+    """Two launches, both with memory that is given and with sums of parts that the second one reads where the first one writes them."""
+    (pages, _, values), (_, lengths) = _cache(), _table()
+    table, starts = torch.zeros(TOKENS, 1000, dtype=torch.int32), torch.tensor([0, 4, 5, 7], dtype=torch.int32)
+    query, sinks = randn(7, 4, 64), torch.zeros(4)
+    given = {"query": query, "pages": pages, "table": table, "lens": lengths, "value_channels": values, "sinks": sinks}
+    arguments = query, pages, table, lengths, 0.125, None, None, values, None, 4, 32, False, False
+    extras = 0, 0, False, starts, 50_000, 0.0, sinks
+    for out in (torch.empty_like(query), torch.empty_like(query), None):
+        launches.clear()
+        if out is None:
+            out, lse = ops.decode_attention_lse(*arguments, *extras)
+            given["lse"] = lse
+        else:
+            assert ops.decode_attention_into(*arguments, out, *extras) is None
+        (_, attend), (_, combine) = launches
+        for name, tensor in (given | {"starts": starts, "out": out}).items():
+            assert attend[name] == tensor.data_ptr(), name
+            assert combine.get(name, tensor.data_ptr()) == tensor.data_ptr(), name
+        assert attend["key_channels"] == attend["slopes"] == attend["out_scale"] == combine["out_scale"] == 0
+        assert attend["lse"] == combine["lse"] == (given["lse"].data_ptr() if "lse" in given else 0)
+        assert attend["parts"] == combine["parts"] > 0 and attend["splits"] == combine["splits"] > 1
+        rows = 7 * 4
+        assert attend["weights"] - attend["parts"] == 4 * attend["splits"] * rows * 64 and combine["rows"] == rows
+        assert (attend["queries"], attend["batch"], attend["kv_heads"], attend["group"]) == (7, TOKENS, 2, 2)
+        assert (attend["table_stride"], attend["table_pages"], attend["window"]) == (1000, 1000, 50_000)

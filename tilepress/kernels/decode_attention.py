@@ -31,7 +31,8 @@ _MORE = (
 library.define(f"decode_attention({_ARGUMENTS}, {_MORE}) -> Tensor")
 library.define(f"decode_attention_lse({_ARGUMENTS}, {_MORE}) -> (Tensor, Tensor)")
 library.define(f"decode_attention_int8({_ARGUMENTS}, Tensor out_scale, {_MORE}) -> Tensor")
-_OUT_SCALE = 13  # the number of this argument
+library.define(f"decode_attention_into({_ARGUMENTS}, Tensor(a!) out, {_MORE}) -> ()")
+_OUT = 13  # the number of out_scale and of out
 
 
 def decode_attention_ref(query: Tensor, *args) -> Tensor:
@@ -53,18 +54,26 @@ def decode_attention_lse_ref(query: Tensor, *args) -> tuple[Tensor, Tensor]:
 
 def decode_attention_int8_ref(query: Tensor, *args) -> Tensor:
     """The output as int8 codes of `out_scale` [1], the argument before those with defaults: what a W8A8 projection takes."""
-    cache, out_scale = _without_out_scale(args)
+    cache, out_scale = _without_out(args)
     return int8.quantize(_attend(query, cache)[0], out_scale.float())
 
 
-def _without_out_scale(args: tuple) -> tuple[Cache, Tensor]:
-    return Cache(*args[: _OUT_SCALE - 1], *args[_OUT_SCALE:]), args[_OUT_SCALE - 1]
+def decode_attention_into_ref(query: Tensor, *args) -> None:
+    """Write the output into `out`, of the query's shape and dtype, the argument before those with defaults."""
+    cache, out = _without_out(args)
+    _is_plain(out, query)
+    out.copy_(_attend(query, cache)[0])
+
+
+def _without_out(args: tuple) -> tuple[Cache, Tensor]:
+    return Cache(*args[: _OUT - 1], *args[_OUT:]), args[_OUT - 1]
 
 
 REFERENCES = {
     "decode_attention": decode_attention_ref,
     "decode_attention_lse": decode_attention_lse_ref,
     "decode_attention_int8": decode_attention_int8_ref,
+    "decode_attention_into": decode_attention_into_ref,
 }
 
 
@@ -186,27 +195,62 @@ def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None
     return None if dtype in (torch.bfloat16, torch.float16) else f"{dtype} queries"
 
 
-def _split(name: str, args: tuple) -> tuple[Cache, Tensor | None]:
-    return _without_out_scale(args) if name == "decode_attention_int8" else (Cache(*args), None)
+def _split(name: str, args: tuple) -> tuple[Cache, Tensor | None, Tensor | None]:
+    """Return an op's arguments behind the query: the cache, the scale of int8 codes, the tensor that is to be written."""
+    if name in ("decode_attention_int8", "decode_attention_into"):
+        cache, last = _without_out(args)
+        return (cache, last, None) if name == "decode_attention_int8" else (cache, None, last)
+    return Cache(*args), None, None
 
 
-def _by_mma(name: str, query: Tensor, *args):
-    """What the kernel for Hopper does not take, by the one for all cards, or by the reference."""
-    cache, out_scale = _split(name, args)
-    form = cache.form_for(query)
-    why = jit.why_not(query.device) if decode_attention_mma.suits(query, cache) else "the arguments' layout"
-    if why is not None or decode_attention_mma.why_not(form, query.dtype) is not None:
-        return REFERENCES[name](query, *args)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if name == "decode_attention_lse" else None
-    out = decode_attention_mma.launch(query, cache, lse, out_scale)
-    return out if lse is None else (out, lse)
+def _is_plain(out: Tensor, query: Tensor) -> bool:
+    """Return whether kernels can write into `out`. Raises ValueError where it is not of the query's shape and dtype."""
+    if out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
+        raise ValueError(f"queries {list(query.shape)} of {query.dtype} into {list(out.shape)} of {out.dtype}")
+    return out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
+def _copying(*given) -> None:
+    """Write the output of the op that makes one into a tensor that kernels cannot write."""
+    given[_OUT].copy_(ON_CARD["decode_attention"](*given[:_OUT], *given[_OUT + 1 :]))
+
+
+def _by_mma(name: str, query: Tensor, *args) -> Callable:
+    """Return what runs what the kernel for Hopper does not take: the one for all cards, or the reference."""
+    cache, out_scale, _ = _split(name, args)
+    if jit.why_not(query.device) is not None or not decode_attention_mma.suits(query, cache):
+        return REFERENCES[name]
+    if decode_attention_mma.why_not(cache.form_for(query), query.dtype) is not None:
+        return REFERENCES[name]
+    scattered = [0] * (not query.is_contiguous() or query.data_ptr() % 16 > 0)
+    scattered += [2] * (cache.block_table.stride(1) != 1) + [3] * (not cache.seq_lens.is_contiguous())
+    if cache.cu_query_lens is not None and not cache.cu_query_lens.is_contiguous():
+        scattered.append(next(i for i, x in enumerate(args, 1) if x is cache.cu_query_lens))
+    if scattered:
+        return gathering(ON_CARD[name], scattered)
+    with_lse = name == "decode_attention_lse"
+    attend, sums_like = decode_attention_mma.plan(query, cache, with_lse, out_scale), None
+    if with_lse:
+        sums_like = jit.like(query.shape[:2], torch.float32, query.device)
+
+    def run(query: Tensor, *args):
+        cache, out_scale, into = _split(name, args)
+        lse = None if sums_like is None else jit.empty_like(sums_like)
+        out = attend(query, cache, lse, out_scale, into)
+        if into is not None:
+            return None
+        return out if lse is None else (out, lse)
+
+    return run
 
 
 def _plan(name: str, query: Tensor, *arguments) -> Callable:
     """The reference's results, but lengths and tables are not checked: looking at them would wait for the card. A length beyond its block table is
     cut, a number that is no page is the last page's."""
-    cache, out_scale = _split(name, arguments)
+    cache, out_scale, into = _split(name, arguments)
     form = cache.form_for(query)
+    if into is not None and not _is_plain(into, query):
+        return _copying
     pages, block_table, seq_lens, scale, *calibration = cache[:8]
     (batch, heads, dim), kv_heads, device = query.shape, pages.shape[1], query.device
     wanted = torch.float32, torch.float16, torch.float32, torch.float16
@@ -216,7 +260,7 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     plain &= block_table.dtype == seq_lens.dtype == torch.int32 and pages.is_contiguous() and scale > 0
     plain &= not cache.extras and page_tokens(pages, form) == PAGE_TOKENS
     if why_not(device, form, query.dtype) is not None or not plain:
-        return functools.partial(_by_mma, name)
+        return _by_mma(name, query, *arguments)
     check_pages(pages, kv_heads, form)
     if block_table.dim() != 2:
         raise ValueError(f"a block table is [sequences, pages], not {list(block_table.shape)}")
@@ -230,9 +274,7 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     if scattered:
         return gathering(ON_CARD[name], scattered)
     if out_scale is not None and (out_scale.dtype != torch.float32 or out_scale.shape != (1,)):
-        return lambda *given: ON_CARD[name](
-            *given[:_OUT_SCALE], given[_OUT_SCALE].reshape(1).float(), *given[_OUT_SCALE + 1 :]
-        )
+        return lambda *given: ON_CARD[name](*given[:_OUT], given[_OUT].reshape(1).float(), *given[_OUT + 1 :])
     group = heads // kv_heads
     blocks, tiles = arch.card(device).multiprocessors, 1 if group <= 8 else 2
     most_heads, passes = 8 * tiles, -(-group // (8 * tiles))
@@ -251,13 +293,14 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
     # What a block leaves of a segment that goes on: 16 bytes for two of [most_heads, D] channels, and [most_heads].
     part_bytes = blocks * most_heads * (dim // 2 + 1) * 16
     parts_like = jit.like((part_bytes,), torch.uint8, device)
-    given = [5 + i for i, t in enumerate(calibration) if t is not None] + [_OUT_SCALE] * (out_scale is not None)
+    given = [5 + i for i, t in enumerate(calibration) if t is not None] + [_OUT] * (out_scale is not None)
     # Bytes of a sequence in what differs between launches.
     steps = [t.stride(0) * t.itemsize for t in (query, block_table, seq_lens)]
-    of_out, of_lse = heads * dim * out.itemsize, 4 * heads
+    of_out, of_lse, is_given = heads * dim * out.itemsize, 4 * heads, into is not None
 
     def run(*arguments):
-        made, counter = jit.empty_like(out), _counter_of(device)
+        made = jit.empty_like(out) if not is_given else arguments[_OUT]
+        counter = _counter_of(device)
         sums = None if lse is None else jit.empty_like(lse)
         is_cleared = counter is None  # by every replay: no ticket of another stands there
         if is_cleared:
@@ -276,6 +319,8 @@ def _plan(name: str, query: Tensor, *arguments) -> Callable:
             addresses = queries, pages.data_ptr(), tables, lens, outs, *of_sums, parts.data_ptr()
             # Blocks count before earlier kernels have ended.
             launch(*addresses, *counter, *calibration, alone=is_cleared and first == 0)
+        if is_given:
+            return None
         return made if sums is None else (made, sums)
 
     return run
@@ -295,6 +340,11 @@ def _(query, *_):
 @torch.library.register_fake("tilepress::decode_attention_lse")
 def _(query, *_):
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("tilepress::decode_attention_into")
+def _(query, *_):
+    return None
 
 
 @torch.library.register_fake("tilepress::decode_attention_int8")

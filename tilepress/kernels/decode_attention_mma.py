@@ -5,6 +5,7 @@ sequence's tokens. Lengths are read on the card.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from tilepress.formats.kv_int4 import Forms, KVFormat
 from tilepress.formats.kv_pages import UNIT_TOKENS, check_pages, page_tokens
 from tilepress.kernels import arch, jit
 from tilepress.kernels.attention_ref import Cache
+from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.kv_cache import check_calibration
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -174,74 +176,77 @@ def suits(query: Tensor, cache: Cache) -> bool:
     )
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def plan(query: Tensor, cache: Cache, with_lse: bool, out_scale: Tensor | None) -> Callable[..., Tensor]:
+    """Return what runs the kernel for arguments like these: `run(query, cache, lse, out_scale, out)` gives the output, in `out` unless that is None, and
+    writes the log-sum-exp to `lse`. The query is contiguous and so are lengths, starts and rows of the table.
 
-
-def launch(query: Tensor, cache: Cache, lse: Tensor | None, out_scale: Tensor | None) -> Tensor:
-    """The output, and the log-sum-exp in `lse` if it is given. Lengths and tables are not checked: looking at them would wait for the card."""
-    form = cache.form_for(query)
+    Lengths and tables are not checked: looking at them would wait for the card."""
+    form, device = cache.form_for(query), query.device
     (queries, heads, dim), (num_pages, kv_heads, _) = query.shape, cache.pages.shape
     check_pages(cache.pages, kv_heads, form)
     calibration = cache.key_channels, cache.value_channels, cache.key_fixed, cache.value_fixed
     check_calibration(calibration, kv_heads, form)
     given = (*cache[:3], *calibration, cache.cu_query_lens, cache.sinks, cache.slopes, out_scale)
-    if any(t is not None and t.device != query.device for t in given):
+    if any(t is not None and t.device != device for t in given):
         raise ValueError("the arguments are on several devices")
-    query, seq_lens = query.contiguous(), cache.seq_lens.contiguous()
-    if query.data_ptr() % 16:
-        query = query.clone()
-    table = cache.block_table if cache.block_table.stride(1) == 1 else cache.block_table.contiguous()
-    starts = None if cache.cu_query_lens is None else cache.cu_query_lens.contiguous()
-    batch, group, card = len(seq_lens), heads // kv_heads, arch.card(query.device)
-    size, each = page_tokens(cache.pages, form), 1 if starts is None else -(-queries // batch)
+    batch, group, card = len(cache.seq_lens), heads // kv_heads, arch.card(device)
+    size, several = page_tokens(cache.pages, form), cache.cu_query_lens is not None
+    each = -(-queries // batch) if several else 1
     chosen = configuration_for(
         form, size, query.dtype, group * each, card, cache.rotate and form.key.bits < 16, out_scale is not None
     )
-    tiles = tiles_for(batch, queries, group, chosen.rows, starts is not None)
-    columns = table.shape[1] if num_pages else 0
+    tiles = tiles_for(batch, queries, group, chosen.rows, several)
+    columns = cache.block_table.shape[1] if num_pages else 0
     tokens = min(columns * size, cache.window + each) if cache.window else columns * size
     splits = splits_for(tiles * kv_heads, tokens, each, chosen, card.multiprocessors)
-    run, combine = kernel(chosen), combine_kernel(chosen)
-    run.load(query.device)
-    combine.load(query.device)  # which of them are needed depends on the batch, and a graph cannot load one
-    out = torch.empty_like(query, dtype=query.dtype if out_scale is None else torch.int8)
-    scales = None if out_scale is None else out_scale.reshape(1).float()
-    rows = queries * heads
-    parts = query.new_empty(splits, rows, dim + 4, dtype=torch.float32) if splits > 1 else None
-    weights = 0 if parts is None else parts.data_ptr() + 4 * splits * rows * dim
-    run(
-        query.device,
-        tiles * kv_heads * splits,
-        *map(_address, (query, cache.pages, table, seq_lens, starts, out, lse, parts)),
-        weights,
-        *map(_address, (cache.key_channels, cache.key_fixed, cache.value_channels, cache.value_fixed)),
-        *map(_address, (cache.sinks, cache.slopes, scales)),
-        queries,
-        batch,
-        kv_heads,
-        group,
-        table.stride(0),
-        columns,
-        num_pages,
-        tiles,
-        splits,
-        cache.window,
-        jit.float_bits(cache.softcap),
-        jit.float_bits(cache.scale),
+    attend, combine = kernel(chosen), combine_kernel(chosen)
+    combine.load(device)  # which of them are needed depends on the batch, and a graph cannot load one
+    rows, is_split = queries * heads, splits > 1
+    out_like = jit.like(query.shape, query.dtype if out_scale is None else torch.int8, device)
+    parts_like, weights_at = jit.like((splits * rows * (dim + 4),), torch.float32, device), 4 * splits * rows * dim
+
+    def varying(*are_given: bool) -> tuple:
+        return tuple(VARIES if is_given else 0 for is_given in are_given)
+
+    tables = cache.key_channels, cache.key_fixed, cache.value_channels, cache.value_fixed, cache.sinks, cache.slopes
+    are_given = (
+        *(True,) * 4,
+        several,
+        True,
+        with_lse,
+        is_split,
+        is_split,
+        *(t is not None for t in (*tables, out_scale)),
     )
-    if parts is not None:
-        combine(
-            query.device,
-            -(-rows // 4),
-            parts.data_ptr(),
-            weights,
-            *map(_address, (starts, out, lse, cache.value_channels, cache.value_fixed, cache.sinks, scales)),
-            rows,
-            batch,
-            kv_heads,
-            group,
-            splits,
-            int(cache.softcap > 0),
-        )
-    return out
+    sizes = queries, batch, kv_heads, group, cache.block_table.stride(0), columns, num_pages, tiles, splits
+    numbers = cache.window, jit.float_bits(cache.softcap), jit.float_bits(cache.scale)
+    grid = tiles * kv_heads * splits
+    launch = Launch(attend, device, grid, (*varying(*are_given), *sizes, *numbers))
+    if is_split:
+        of_values = (t is not None for t in (cache.value_channels, cache.value_fixed, cache.sinks, out_scale))
+        sizes = rows, batch, kv_heads, group, splits, int(cache.softcap > 0)
+        taken = varying(True, True, several, True, with_lse, *of_values)
+        launch_sum = Launch(combine, device, -(-rows // 4), (*taken, *sizes))
+
+    def run(query: Tensor, cache: Cache, lse: Tensor | None, out_scale: Tensor | None, out: Tensor | None) -> Tensor:
+        out = jit.empty_like(out_like) if out is None else out
+        scales = None if out_scale is None else out_scale.reshape(1).float()
+        starts, parts = cache.cu_query_lens, None
+        pieces = []
+        if is_split:
+            parts = jit.empty_like(parts_like)
+            pieces = [parts.data_ptr(), parts.data_ptr() + weights_at]
+        first = query, cache.pages, cache.block_table, cache.seq_lens, starts, out, lse
+        last = cache.key_channels, cache.key_fixed, cache.value_channels, cache.value_fixed
+        launch(*_addresses(*first), *pieces, *_addresses(*last, cache.sinks, cache.slopes, scales))
+        if is_split:
+            last = cache.value_channels, cache.value_fixed, cache.sinks, scales
+            launch_sum(*pieces, *_addresses(starts, out, lse, *last))
+        return out
+
+    return run
+
+
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    """Return those of the tensors that are given."""
+    return [x.data_ptr() for x in tensors if x is not None]

@@ -74,8 +74,10 @@ class PackedLayer:
         folded: bool = False,
         scores: Scores = PLAIN,
         starts: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the attention [queries, heads, D] of one query for each sequence, or those that starts int32 [sequences + 1] says, the last of its tokens.
+        It is written to `out` where that is given.
 
         Sequences' pages are in table int32 [sequences, pages] and hold seq_lens int32 [sequences] tokens. No query is `folded` whose scores are `absolute`."""
         keys, values = self.sides
@@ -84,7 +86,12 @@ class PackedLayer:
         stored = None if folded else keys.channels, keys.fixed, *values[:2], *self.form, rotate, *self.value_form
         sinks = None if scores.sinks is None else scores.sinks.detach().float().contiguous()
         extras = starts, scores.window, scores.softcap, sinks
-        return ops.decode_attention(query.contiguous(), pages, table, seq_lens, scale, *stored, *extras)
+        asked = query.contiguous(), pages, table, seq_lens, scale, *stored
+        if out is None:
+            return ops.decode_attention(*asked, *extras)
+        before = len(asked) - len(self.value_form)  # out stands before the arguments that have defaults
+        ops.decode_attention_into(*asked[:before], out, *asked[before:], *extras)
+        return out
 
     def prefill(
         self,
@@ -101,10 +108,15 @@ class PackedLayer:
         shorter than the longest sequence, it is none."""
         if 0 < scores.window < length or scores.absolute:
             return self._by_op(pages, query, table, seq_lens, scale, positions, scores)
+        return attention(query, *self.read(pages, table, seq_lens, length, query.dtype), scale, positions)
+
+    def read(
+        self, pages: Tensor, table: Tensor, seq_lens: Tensor, length: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values [sequences, KV heads, length, D] of a dtype; zeros beyond a sequence's end."""
         keys, values = self.sides
-        stored = *keys[:2], *values[:2], query.shape[-1], *self.form, self.rotate
-        read = ops.kv_read(pages, table, seq_lens, length, *stored, query.dtype, *self.value_form)
-        return attention(query, *read, scale, positions)
+        stored = *keys[:2], *values[:2], self.layer_form.head_dim, *self.form, self.rotate
+        return ops.kv_read(pages, table, seq_lens, length, *stored, dtype, *self.value_form)
 
     def _by_op(
         self,

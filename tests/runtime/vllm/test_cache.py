@@ -35,8 +35,10 @@ WORDS = [3 + 7 * i % 250 for i in range(2000)]
 
 @pytest.fixture(scope="module", autouse=True)
 def room():
-    """The tests say how much memory a cache has, and ask for it on a card."""
+    """The tests say how much memory a cache has, and ask for it on a card. Few queries are a long piece, so that batches have long and short ones."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LONG", 48)
+        patch.setattr(attention.PackedMetadataBuilder, "reorder_batch_threshold", 47)
         patch.delenv("VLLM_CPU_KVCACHE_SPACE")
         if CARD:
             patch.setenv(cache.SWITCH, "packed")
@@ -134,13 +136,43 @@ def model(made):
     return tilepress.load(made(8), dtype="float32")
 
 
-def test_one_request(packed, model):
+def test_one_request(packed, model, monkeypatch):
+    attend, pieces = attention.PackedAttention._attend, []
+
+    def counted(self, pages, query, piece, out):
+        pieces.append(piece.rows)
+        attend(self, pages, query, piece, out)
+
+    monkeypatch.setattr(attention.PackedAttention, "_attend", counted)
     assert {type(layer.self_attn.attn.impl) for layer in model_of(packed).model.layers} == {attention.PackedAttention}
     prompt = WORDS[:70]
     (output,) = generate(packed, [prompt], 20)
+    assert pieces == [slice(0, 70)] * 4  # one of each layer
     assert_near(model, [prompt], [output])
     greedy = model.generate(torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
     assert CARD or greedy[0, len(prompt) :].tolist() == list(output.token_ids)
+
+
+def test_long_pieces_go_to_attention_of_vllms(packed, model, monkeypatch):
+    """Its CPU build has none over tokens that lie one behind another; one that takes the same arguments stands for it."""
+    seen = []
+
+    def flash(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, softmax_scale, causal, out):
+        (zero, rows), (first, length) = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert zero == first == 0 and rows == len(q) == max_seqlen_q and length <= max_seqlen_k == len(k) and causal
+        seen.append((rows, length))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:length], v[:length]))
+        mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+        shared = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        )
+        out.copy_(shared[0].transpose(0, 1))
+
+    for layer in model_of(packed).model.layers:
+        monkeypatch.setattr(layer.self_attn.attn.impl, "flash", flash)
+    prompt = WORDS[1600:1750]
+    assert_near(model, [prompt], generate(packed, [prompt], 5))
+    assert seen == [(96, 96)] * 4 + [(54, 150)] * 4
 
 
 def test_what_a_prompt_is_worth(packed, model):
@@ -400,7 +432,7 @@ class NothingRead(torch.utils._python_dispatch.TorchDispatchMode):
         ([1, 1, 1], [70, 5, 129], 3, True),
         ([1, 1, 0, 0], [70, 5, 0, 0], 4, True),  # two requests in a graph for four
         ([4, 4, 0], [70, 5, 0], 12, False),  # with drafts, in a graph for three
-        ([1, 1, 40, 64], [70, 5, 40, 100], 106, False),
+        ([1, 1, 40, 47], [70, 5, 40, 100], 89, False),
         ([1, 1], [70, 5], 4, False),  # rows of no sequence
     ],
 )
@@ -412,6 +444,28 @@ def test_a_batch_is_taken_as_it_lies_on_the_card(counts, lengths, tokens, are_si
     assert found.table.data_ptr() == asked.block_table_tensor.data_ptr()
     assert found.seq_lens.data_ptr() == asked.seq_lens.data_ptr()
     assert are_single or found.starts.data_ptr() == asked.query_start_loc.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "counts,lengths,others,starts",
+    [
+        ([1, 1, 50, 64], [70, 5, 50, 100], 2, None),
+        ([1, 40, 64], [70, 40, 64], 2, [0, 1, 41]),
+        ([64, 1, 48], [64, 70, 190], 2, [0, 64, 65]),  # where vLLM does not sort
+        ([100], [150], 0, None),
+        ([1, 64], [5, attention._MOST_READ + 1], 2, [0, 1, 65]),  # too much to be read back
+    ],
+)
+def test_long_pieces_of_prompts_are_told_apart(counts, lengths, others, starts):
+    found = build(batch(counts, lengths))
+    begins = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    assert found.queries == begins[others] and len(found.table) == len(found.seq_lens) == others
+    assert (found.starts is None and starts is None) or found.starts.tolist() == starts
+    for i, piece in enumerate(found.pieces, others):
+        assert piece.rows == slice(begins[i], begins[i + 1]) and piece.length == lengths[i]
+        assert piece.table.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2]] and piece.seq_lens.tolist() == [lengths[i]]
+        assert [end.tolist() for end in piece.ends] == [[0, counts[i]], [0, lengths[i]]]
+    assert others + len(found.pieces) == len(counts)
 
 
 def test_graphs_hold_where_kernels_serve_every_layer(mixed, made, monkeypatch):

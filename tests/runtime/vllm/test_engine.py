@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 from support.artifacts import prune, quantize
 from support.engines import CARD, DTYPE, PROMPTS, TOLERANCE, assert_as, engine, generate, model_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilepress
 from tilepress.formats import UsageError
+from tilepress.kernels.arch import Path
 
 LAYOUTS = {
     "tiled-bitmap": {"format": "tiled-bitmap"},
@@ -120,10 +122,91 @@ def test_two_ranks(checkpoint_of, tmp_path, monkeypatch):
 
 def test_compiled(llama):
     """One graph for all sizes of a batch: torch.compile breaks nowhere in it, and does not compile again."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
     llm = engine(llama, enforce_eager=False)
-    model = tilepress.load(llama, dtype="float32")
-    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 2):
+    model, made = tilepress.load(llama, dtype="float32"), counters["stats"]["unique_graphs"]
+    batches = PROMPTS, PROMPTS[:1], PROMPTS * 2
+    for prompts in batches:
+        generate(llm, prompts, logprobs=None)  # those are compiled by vLLM, too
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == made <= 1  # 0: from vLLM's own cache
+    for prompts in batches:
         assert_as(model, prompts, generate(llm, prompts))
+
+
+def test_a_layer_is_one_op(llama):
+    """Nothing stands around it: no copy, no view, no sum with a bias."""
+    from tilepress.runtime.linear.sparse import SparseLinear
+
+    layers = [m for m in model_of(engine(llama)).modules() if type(m).__name__.endswith("ParallelLinear")]
+    packed = [layer for layer in layers if isinstance(getattr(layer, "packed", None), SparseLinear)]
+    assert packed  # but where tiles of projections do not meet
+    for layer in packed:
+        x, bias = torch.randn(3, layer.packed.in_features), torch.randn(layer.packed.out_features)
+        for given in (None, bias):
+            assert re.fullmatch(r"tilepress\.tiled_(csl|bitmap)_spmm\.default", " ".join(_ops_of(layer, given, x)))
+
+
+def _ops_of(layer, bias: torch.Tensor | None, x: torch.Tensor) -> list[str]:
+    graph = make_fx(lambda x: layer.quant_method.apply(layer, x, bias))(x).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_loading_holds_no_more_than_a_shard(checkpoint_of, tmp_path, monkeypatch):
+    """Stored tensors that wait for others of their layer, in bytes; what is put together is let go of."""
+    from tilepress.runtime.vllm.linear import TilepressLinearMethod
+
+    prune(checkpoint_of("llama"), tmp_path / "out", 0.6)
+    shards = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
+    assert len(shards) > 3
+    take, layers, held = TilepressLinearMethod._take, set(), []
+
+    def counted(self, layer, *args, **kwargs) -> None:
+        take(self, layer, *args, **kwargs)
+        layers.add(layer)
+        waiting = [layer.arriving for layer in layers if layer.arriving is not None]
+        tensors = [t for each in waiting for parts in each.tensors.values() for t in parts.values()]
+        held.append(sum(t.nbytes for t in tensors))
+
+    monkeypatch.setattr(TilepressLinearMethod, "_take", counted)
+    engine(tmp_path / "out")
+    assert held[-1] == 0 and max(held) <= 2 * max(shards)  # of a layer whose tensors stand in two
+
+
+def _without_kernels(monkeypatch) -> list[str]:
+    """Have layers say that a card has no kernel for them. Returns what is logged."""
+    from tilepress.runtime.linear import sparse
+    from tilepress.runtime.vllm import linear
+
+    said, why = [], Path("tiled_bitmap_spmm", "cuda", "cuda-core is not installed or too old")
+    for kind in (sparse.TiledBitmapLinear, sparse.TiledCSLLinear):
+        monkeypatch.setattr(kind, "path_for", lambda self, dtype, n=1: why)
+    monkeypatch.setattr(linear._log, "warning_once", lambda text, *words: said.append(text % words))
+    return said
+
+
+def test_without_a_kernel_weights_are_decoded(llama, monkeypatch):
+    said = _without_kernels(monkeypatch)
+    llm = engine(llama)
+    layers = [m for m in model_of(llm).modules() if type(m).__name__.endswith("ParallelLinear")]
+    assert {type(layer.quant_method).__name__ for layer in layers} == {"UnquantizedLinearMethod"}
+    assert set(said) == {
+        "No kernel multiplies packed weights here: cuda-core is not installed or too old. "
+        "They are decoded, and take the memory of dense ones."
+    }
+    monkeypatch.undo()
+    assert_as(tilepress.load(llama, dtype="float32"), PROMPTS, generate(llm, PROMPTS))
+
+
+def test_without_a_kernel_and_memory_they_are_refused(llama, monkeypatch):
+    from tilepress.runtime.linear import sparse
+
+    _without_kernels(monkeypatch)
+    for kind in (sparse.TiledBitmapLinear, sparse.TiledCSLLinear):
+        monkeypatch.setattr(kind, "dense", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(UsageError, match="no kernel multiplies model.layers.0.* and there is no memory to decode it"):
+        engine(llama)
 
 
 SOME = ("lm_head", "*.0.mlp.down_proj", "*.0.self_attn.[qkv]_proj", "*.1.self_attn.o_proj")  # stay in 16 bits
@@ -201,6 +284,26 @@ def test_codes_are_not_taken_for_numbers():
     arriving.tensors[None] = {"weight": torch.ones(4, 8, dtype=torch.int8), "weight_scale": torch.ones(4, 1)}
     with pytest.raises(UsageError, match="up_proj is INT8 in an artifact with sparse layers"):
         arriving.parts()
+
+
+def test_another_method_is_refused(llama):
+    with pytest.raises(Exception, match=r"(?s)tilepress.* does not match .*fp8"):
+        engine(llama, quantization="fp8")
+
+
+def test_an_adapter_for_a_layer_that_cannot_have_one_is_refused(llama, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    key = "base_model.model.model.layers.0.input_layernorm"
+    save_file(
+        {f"{key}.lora_A.weight": torch.ones(4, 64), f"{key}.lora_B.weight": torch.ones(64, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["input_layernorm"]}))
+    llm = engine(llama, enable_lora=True, max_lora_rank=8)
+    with pytest.raises(Exception, match="input_layernorm"):
+        generate(llm, PROMPTS, lora=LoRARequest("theirs", 1, str(tmp_path)))
 
 
 def test_what_the_plug_in_does_not_serve_is_said(checkpoint_of, tmp_path, llama):

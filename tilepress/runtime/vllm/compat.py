@@ -1,7 +1,9 @@
 """The versions of vLLM that the plug-in serves, and what differs between them. vLLM itself is imported only where it is used."""
 
+import functools
 import inspect
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from tilepress.formats import UsageError, installing
@@ -63,6 +65,16 @@ def backend_name(backend: type) -> str:
     if _BACKEND not in AttentionBackendEnum.__members__:
         AttentionBackendEnum.register(_BACKEND, path)
     return _BACKEND
+
+
+def flash_attention() -> Callable | None:
+    """Return vLLM's own attention over tokens that lie one behind another, in 16 bits, or None where it brings none, as on CPUs."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    except ImportError:
+        return None
+    version = get_flash_attn_version()
+    return None if version is None else functools.partial(flash_attn_varlen_func, fa_version=version)
 
 
 def layouts() -> tuple:

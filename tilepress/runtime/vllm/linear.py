@@ -4,7 +4,7 @@ vLLM's models hand each stored tensor to the `weight_loader` of a parameter, wit
 that it belongs to (q, k, v; gate, up). How many words a packed weight has only the file knows, so the parameters are
 empty: tensors are kept as they come, which for memory-mapped shards costs no memory. As soon as a layer has all of them,
 this rank's part goes to the device and the rest is let go. Projections of one input become one product where their tiles
-meet. A layer with nothing packed is handed over to vLLM's own method.
+meet. A layer with nothing packed is handed over to vLLM's own method, and so is one that a card has no kernel for, decoded.
 """
 
 from collections.abc import Hashable
@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.utils import set_weight_attrs
@@ -21,8 +22,10 @@ from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.layout import Span, layout_of, layouts, side_suffixes
 from tilepress.runtime.linear.cut import VERIFY, Whole, cut
 from tilepress.runtime.linear.merged import merge
+from tilepress.runtime.linear.packed import PackedLinear
 from tilepress.runtime.linear.sparse import SparseLinear
 
+_log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its own name
 _WHOLE = None  # the projection's name where one stored matrix is all of a layer
 
 
@@ -146,7 +149,15 @@ class TilepressLinearMethod(LinearMethodBase):
             self._put_together(layer, parts)
 
     def _put_together(self, layer: LinearBase, parts: list[tuple[Whole, list[Span]]]) -> None:
+        dtype = layer.arriving.dtype
         linears = self._cut(layer, parts)
+        if why := next((why for linear in linears if (why := _why_no_kernel(linear, dtype))), None):
+            _log.warning_once(
+                "No kernel multiplies packed weights here: %s. They are decoded, and take the memory of dense ones.",
+                why,
+            )
+            self._hand_over(layer, _decoded(self.prefix, linears, dtype))
+            return
         layer.packed = merge(linears)
         # What asks a layer for its device or dtype looks here: adapters, for one.
         layer.register_buffer("weight", getattr(layer.packed, "weight", linears[0].weight), persistent=False)
@@ -169,9 +180,13 @@ class TilepressLinearMethod(LinearMethodBase):
         if (parts := arriving.parts()) is None:
             found = sorted({part for tensors in arriving.tensors.values() for part in tensors})
             raise TilepressError(f"{self.prefix} is incomplete: the files have {found or 'nothing'} of it", VERIFY)
-        layer.weight = nn.Parameter(merge(self._cut(layer, parts)).weight, requires_grad=False)
-        layer.quant_method = UnquantizedLinearMethod()
+        self._hand_over(layer, merge(self._cut(layer, parts)).weight)
         layer.quant_method.process_weights_after_loading(layer)
+
+    def _hand_over(self, layer: LinearBase, weight: Tensor) -> None:
+        """Leave a layer with a dense weight to vLLM's own method."""
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.quant_method = UnquantizedLinearMethod()
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., inputs of this rank] -> [..., outputs of this rank]."""
@@ -179,6 +194,23 @@ class TilepressLinearMethod(LinearMethodBase):
             return layer.packed.multiply(x, bias)
         product = layer.packed(x)
         return product if bias is None else product + bias
+
+
+def _why_no_kernel(linear: nn.Module, dtype: torch.dtype) -> str | None:
+    """Return why a card has no kernel for a layer, so that its reference would decode it in every call; None on CPUs, too."""
+    return (linear.path_for(dtype).why or None) if isinstance(linear, PackedLinear) else None
+
+
+def _decoded(name: str, linears: list[nn.Module], dtype: torch.dtype) -> Tensor:
+    """Return the weights of linears one below the other, dense. Raises UsageError where there is no memory for them."""
+    try:
+        each = [linear.dense() if isinstance(linear, PackedLinear) else linear.weight for linear in linears]
+        return torch.cat([weight.to(dtype) for weight in each])
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"no kernel multiplies {name} here, and there is no memory to decode it",
+            "`tilepress env` says what kernels lack",
+        ) from error
 
 
 def _outputs(layer: LinearBase, partition_sizes: list[int], output_size: int) -> tuple[list[int], list[Span]]:
