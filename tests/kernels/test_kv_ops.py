@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.feedback import random_feedback
 from support.kernel_costs import cost
 
 from tilepress.formats.kv_int4 import KVFormat, UnlikeForms, fake_quantize
@@ -159,6 +160,19 @@ def test_keys_in_one_form_and_values_in_another(form, device):
     torch.testing.assert_close(out[0].double(), torch.einsum("ht,thd->hd", weights, value), rtol=1e-4, atol=1e-4)
 
 
+def test_feedback_that_does_not_fit_is_refused():
+    form, rows = KVFormat(64), torch.zeros(1, 2, 64)
+    pages, none = torch.zeros(1, 2, form.page_bytes, dtype=torch.uint8), (None, None, 1.0) * 2
+    for fed in (random_feedback(1, 64), random_feedback(2, 64).short(), random_feedback(2, 32)):
+        with pytest.raises(ValueError, match="feedback"):
+            ops.kv_append(pages, rows, rows, torch.tensor([0]), *none, 4, 0, False, False, 0, 0, 0, False, fed)
+    pages = torch.zeros(1, 2, KVFormat(64, 8).page_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="of 4-bit ones"):
+        ops.kv_append(
+            pages, rows, rows, torch.tensor([0]), *none, 8, 0, False, False, 0, 0, 0, False, random_feedback(2, 64)
+        )
+
+
 def test_a_values_form_without_its_bits_is_refused():
     form = KVFormat(64)
     pages, rows = torch.zeros(1, 1, form.page_bytes, dtype=torch.uint8), torch.zeros(1, 1, 64)
@@ -180,7 +194,7 @@ APPENDED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", APPENDED, ids=str)
 def test_pages_are_the_same_on_a_card(form, dtype):
-    """Every byte: with and without calibration, rotated, refitted, clipped; strided inputs, slots that are left out."""
+    """Every byte: with and without calibration, rotated, refitted, clipped, errors fed back; strided inputs, slots that are left out."""
     generator, heads, tokens = torch.Generator().manual_seed(0), 3, 150
     k, v = (torch.randn(heads, tokens, form.head_dim, generator=generator).to(dtype).transpose(0, 1) for _ in range(2))
     k[3], v[5, 1], k[7, 2, :5] = 0, 2.5, 300  # rows of zeros, of one number, outliers
@@ -189,13 +203,17 @@ def test_pages_are_the_same_on_a_card(form, dtype):
     blank = torch.full((5, heads, form.page_bytes), 0xA5, dtype=torch.uint8)
     key_side, value_side = sides(form, heads, "cpu", 1), sides(form, heads, "cpu", 2)
     plain = None, key_side[1], 1.0
-    for rotate, refits, left, right in (
-        (False, 0, plain, plain),
-        (False, 1, plain, plain),
-        (False, 2, key_side, value_side),
-        (form.bits == 4 and not form.static, 3, key_side, value_side),
+    rotates = form.bits == 4 and not form.static
+    feedback = (random_feedback(heads, form.head_dim, most) if form.bits == 4 else None for most in (20, 127))
+    for rotate, refits, left, right, fed in (
+        (False, 0, plain, plain, None),
+        (False, 1, plain, plain, None),
+        (False, 2, key_side, value_side, None),
+        (rotates, 3, key_side, value_side, None),
+        (rotates, 1, key_side, value_side, next(feedback)),
+        (False, 0, plain, plain, next(feedback)),
     ):
-        args = k, v, slots, *left, *right, form.bits, form.group_size, form.static, rotate, refits
+        args = k, v, slots, *left, *right, form.bits, form.group_size, form.static, rotate, refits, 0, 0, False, fed
         expected, found = blank.clone(), blank.cuda()
         ops.kv_append(expected, *args)
         ops.kv_append(found, *(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
@@ -314,9 +332,10 @@ def test_slots_beyond_the_pages_are_skipped_on_a_card():
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_appending_compiles_for_both_architectures():
     for arch, form in itertools.product(("sm_80", "sm_90a"), (KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8))):
-        source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, form.refits))
-        found = cost(jit.compile_cubin("kv_append", source, arch)[1])
-        assert found["spills"] == found["stack"] == 0, (arch, form, found)
+        for feedback in {False, form.bits == 4}:
+            source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, form.refits, feedback))
+            found = cost(jit.compile_cubin("kv_append", source, arch)[1])
+            assert found["spills"] == found["stack"] == 0, (arch, form, found)
 
 
 @pytest.mark.thorough

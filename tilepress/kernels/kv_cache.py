@@ -30,23 +30,23 @@ from tilepress.kernels.once import Planned, gathering
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
-CACHE_TAKES = (
-    "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
-)
+CACHE_TAKES = "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_feedback* key_clip value_clip step norm tokens num_pages"
 CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # tensors, as kernels take them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # With 0 bits values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
-QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}"
+QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}, Tensor? key_feedback=None"
 UNLIKE = "keys and values of unlike forms, the kernel takes one form"
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 
 
-def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
+def _rows(
+    x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int, feedback: Tensor | None = None
+) -> Tensor:
     if form.bits == 16:
         return x.to(torch.bfloat16).contiguous().view(torch.uint8)
     y = to_channels(x, channels, rotate) + 0.0  # no -0, which would be a row's least number, and its shift, by chance
-    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
+    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits, feedback)
     return row_bytes(codes, scales, form.bits)
 
 
@@ -64,15 +64,18 @@ class Steps(NamedTuple):
     channels: bool
     rotate: bool
     refits: int
+    feedback: bool = False
 
     @property
     def macros(self) -> dict[str, int]:
-        return {"CHANNELS": int(self.channels), "ROTATE": int(self.rotate), "REFITS": self.refits}
+        told = {"CHANNELS": self.channels, "ROTATE": self.rotate, "REFITS": self.refits, "FEEDBACK": self.feedback}
+        return {name: int(number) for name, number in told.items()}
 
 
 class Quantization(NamedTuple):
     """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
-    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys. Values have the keys' format unless `value_bits` is given."""
+    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` and `key_feedback` int8 [heads, D / 4, D, 4] (kv_int4.py) are of the keys. Values
+    have the keys' format unless `value_bits` is given."""
 
     key_channels: Tensor | None
     key_fixed: Tensor | None
@@ -88,6 +91,7 @@ class Quantization(NamedTuple):
     value_bits: int = 0
     value_group_size: int = 0
     value_static: bool = False
+    key_feedback: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -105,9 +109,19 @@ class Quantization(NamedTuple):
         if key.shape != value.shape or slots.shape != (tokens,):
             raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
         check_calibration(self.tensors, heads, form)
-        if any(t is not None and t.device != pages.device for t in (key, value, slots, *self.tensors)):
+        if self.key_feedback is not None:
+            self._check_feedback(heads, form.key)
+        given = key, value, slots, *self.tensors, self.key_feedback
+        if any(t is not None and t.device != pages.device for t in given):
             raise ValueError("the arguments are on several devices")
         return form
+
+    def _check_feedback(self, heads: int, form: KVFormat) -> None:
+        wanted = heads, form.head_dim // 4, form.head_dim, 4
+        if form.bits != 4 or self.key_feedback.shape != wanted or self.key_feedback.dtype != torch.int8:
+            raise ValueError(
+                f"feedback {list(self.key_feedback.shape)} of {self.key_feedback.dtype} for {form.name} keys of {heads} heads: int8 {list(wanted)} of 4-bit ones"
+            )
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
@@ -121,19 +135,21 @@ class Quantization(NamedTuple):
             and pages.is_contiguous()
             and pages.data_ptr() % 32 == 0
             and calibration_suits_kernels(self.tensors)
+            and (self.key_feedback is None or self.key_feedback.is_contiguous())
         )
 
     def steps(self, form: KVFormat) -> Steps:
         if form.bits == 16:
             return Steps(False, False, 0)
         channels = self.key_channels is not None or self.value_channels is not None
-        return Steps(channels, self.rotate, self.refits if form.bits == 4 and not form.static else 0)
+        refits = self.refits if form.bits == 4 and not form.static else 0
+        return Steps(channels, self.rotate, refits, self.key_feedback is not None)
 
     def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: Forms) -> None:
         """The reference of what kv_quantize.cuh does."""
         rows = (
-            _rows(key, form.key, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
-            _rows(value, form.value, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
+            _rows(key, form.key, *self[:3], self.rotate, self.refits, self.key_feedback),
+            _rows(value, form.value, *self[3:6], False, self.refits),
         )
         write_pages(pages, slots, *rows, form)
 
@@ -142,7 +158,7 @@ class Quantization(NamedTuple):
         return (
             VARIES,
             VARIES,
-            *(0 if x is None else VARIES for x in self.tensors),
+            *(0 if x is None else VARIES for x in (*self.tensors, self.key_feedback)),
             jit.float_bits(0.5 * self.key_clip),
             jit.float_bits(0.5 * self.value_clip),
             *_numbers_of(form),
@@ -151,9 +167,9 @@ class Quantization(NamedTuple):
         )
 
     def given(self, first: int) -> list[int]:
-        """Return the numbers of those of `tensors` that are given, in their order, where these are an op's arguments from `first` on."""
-        numbers = (first + self._fields.index(name) for name in CALIBRATION)
-        return [number for number, x in zip(numbers, self.tensors, strict=True) if x is not None]
+        """Return the numbers of a kernel's tensors that are given, in their order, where these are an op's arguments from `first` on."""
+        names = (*CALIBRATION, "key_feedback")
+        return [first + self._fields.index(name) for name in names if getattr(self, name) is not None]
 
 
 @functools.cache

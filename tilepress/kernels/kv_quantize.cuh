@@ -5,7 +5,7 @@
 // that a row's reads are under way together.
 //
 // Macros, beside those of kv_rows.cuh: CHANNELS 0: neither side is calibrated by channels; ROTATE 0 | 1: keys are;
-// REFITS of scales, of dynamic 4 bits.
+// REFITS of scales, of dynamic 4 bits; FEEDBACK 0 | 1: of errors of 4-bit keys.
 
 struct Min {
   static __device__ __forceinline__ float of(float a, float b) {
@@ -267,9 +267,85 @@ __device__ __forceinline__ void store_row(const Place& place, const u32 (&number
   }
 }
 
+// Error feedback: channels are rounded in eight blocks, a block being those of four lanes, and each block's errors move
+// the channels behind it. Other channels are moved by 0, so that all lanes do the same. The constants are those of
+// formats/kv_int4.py.
+#define FEEDBACK_ROOM (FEEDBACK ? D / 16 : 1)  // floats of shared memory that a warp needs: two blocks' errors
+
+struct Feedback {
+  // A block's errors are E words, each of which a lane multiplies for E channels. What is multiplied with is asked for
+  // AHEAD blocks before, or not before it is needed where it would not fit into registers.
+  static constexpr int BLOCKS = 8, AHEAD = E <= 2 ? BLOCKS - 1 : E <= 4 ? 3 : E <= 8, ERROR_PARTS = 128, ONE = 64,
+                       TOGETHER = SMALLER(E & -E, 4);
+  const u32* words;                           // of the head
+  Raw<E, 0> ahead[AHEAD ? AHEAD : 1][AHEAD ? E : 1];
+
+  __device__ __forceinline__ void load(int block, int i) {
+    ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i : 0].load(words, (block * E + i) * D + FIRST);
+  }
+  __device__ __forceinline__ void load(const Side& side, int head) {
+    words = side.feedback ? side.feedback + (long long)head * (D * D / 4) : 0;
+    if (!words) return;
+#pragma unroll
+    for (int block = 0; block < AHEAD; ++block)
+#pragma unroll
+      for (int i = 0; i < E; ++i) load(block, i);
+  }
+
+  // Moves v; `room` is of FEEDBACK_ROOM words.
+  __device__ __forceinline__ void apply(float (&v)[E], const float (&scale)[PARTS], const float (&shift)[PARTS],
+                                        u32* room) {
+    int largest = 0;                          // positive floats have the order of their bits
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) largest = max(largest, __float_as_int(scale[p]));
+    const float step = __int_as_float(__reduce_max_sync(ALL, largest)),
+                parts = __fmul_rn(quotient(1.f, step, reciprocal(step)), (float)ERROR_PARTS),
+                back = __fmul_rn(step, 1.f / (ERROR_PARTS * ONE));
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < BLOCKS - 1; ++block) {
+      u32 codes[E], *errors = room + block % 2 * E;
+      to_codes(codes, v, scale, shift);
+#pragma unroll
+      for (int j = 0; j < E; ++j) {
+        const float stands_for = __fadd_rn(__fmul_rn((float)codes[j], scale[j % PARTS]), shift[j % PARTS]),
+                    error = __fmul_rn(__fsub_rn(v[j], stands_for), parts), most = ERROR_PARTS - 1;
+        if (LANE / 4 == block) ((signed char*)errors)[LANE % 4 * E + j] = whole(fminf(fmaxf(error, -most), most));
+      }
+      __syncwarp();
+      int moved[E] = {};
+#pragma unroll
+      for (int i = 0; i < E; i += TOGETHER) {
+        u32 four[TOGETHER];                   // channels' errors in a word
+        if constexpr (TOGETHER == 4) {
+          const uint4 w = *(const uint4*)(errors + i);
+          four[0] = w.x; four[1] = w.y; four[2] = w.z; four[3] = w.w;
+        } else if constexpr (TOGETHER == 2) {
+          const uint2 w = *(const uint2*)(errors + i);
+          four[0] = w.x; four[1] = w.y;
+        } else {
+          four[0] = errors[i];
+        }
+#pragma unroll
+        for (int k = 0; k < TOGETHER; ++k) {
+          if (!AHEAD) load(block, i + k);
+          const Raw<E, 0>& by = ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i + k : 0];
+#pragma unroll
+          for (int j = 0; j < E; ++j) moved[j] = __dp4a((int)by.words[j], (int)four[k], moved[j]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < E; ++i)
+        if (AHEAD && block + AHEAD < BLOCKS - 1) load(block + AHEAD, i);
+#pragma unroll
+      for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], __fmul_rn((float)moved[j], back));
+    }
+  }
+};
+
 // Quantizes a row and stores it, if its place is there.
-__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, const Place& place,
-                                       float step, float norm, float* room) {
+__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, Feedback& feedback,
+                                       const Place& place, float step, float norm, float* room) {
   u32 numbers[E];
   if (BITS == 16) {
 #pragma unroll
@@ -290,15 +366,20 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
     if (side.rotate) hadamard(v, norm, room);
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], 0.f);  // no -0, as in the reference
+    const auto round = [&](const float (&scale)[PARTS], const float (&shift)[PARTS]) {
+      if constexpr (FEEDBACK && BITS == 4)
+        if (feedback.words) feedback.apply(v, scale, shift, (u32*)room);
+      to_codes(numbers, v, scale, shift);
+    };
     if (STATIC) {
-      to_codes(numbers, v, of.fixed[0], of.fixed[1]);
+      round(of.fixed[0], of.fixed[1]);
     } else {
       Scales scales;
       scales.of_extremes(v, side.half_clip, step);
 #pragma unroll
       for (int i = 0; i < REFITS; ++i) scales.refit(v, importance);
       scales.round();
-      to_codes(numbers, v, scales.scale, scales.shift);
+      round(scales.scale, scales.shift);
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         if (place.is_there && (FIRST + p) % SIZE == 0)

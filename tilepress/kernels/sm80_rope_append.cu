@@ -124,6 +124,7 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
             const float* value_channels,            // float32 [3, KV_HEADS, D] or null
             const u16* key_fixed,                   // fp16 [KV_HEADS, groups, 2] or null
             const u16* value_fixed,                 // fp16 [KV_HEADS, groups, 2] or null
+            const u32* key_feedback,                // int8 [KV_HEADS, D / 4, D, 4] or null, with FEEDBACK
             float key_clip, float value_clip,       // halves of them
             float step, float norm, int tokens, int num_pages,
             void* out,                              // [tokens, HEADS, D] of KIND
@@ -141,7 +142,7 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
             const void* cosines,                    // [tokens, HALF], float32 or of KIND
             const void* sines,                      // [tokens, HALF], likewise
             long long cosine_token, long long sine_token) {
-  __shared__ float rooms[WARPS][ROOM];
+  __shared__ __align__(16) float rooms[WARPS][ROOM > FEEDBACK_ROOM ? ROOM : FEEDBACK_ROOM];
   float* room = rooms[threadIdx.x / 32];
 #if __CUDA_ARCH__ >= 900
   wait_for_grid();
@@ -155,8 +156,9 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   const Row of = is_query   ? Row{query, query_token, query_head, BIASES ? query_bias : 0, NORMS ? query_norm : 0}
                  : is_value ? Row{value, value_token, value_head, BIASES ? value_bias : 0, 0}
                             : Row{key, key_token, key_head, BIASES ? key_bias : 0, NORMS ? key_norm : 0};
-  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0}
-                             : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE};
+  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0, 0}
+                             : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE,
+                                    FEEDBACK ? key_feedback : 0};
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
@@ -171,6 +173,8 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   }
   Calibration calibration;
   if (!is_query || FOLD) calibration.load(side, kv_head, KV_HEADS);
+  Feedback feedback;
+  if (FEEDBACK && !is_query) feedback.load(side, kv_head);
 #if __CUDA_ARCH__ >= 900
   launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
 #endif
@@ -189,7 +193,7 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   }
   if (!is_value) rope(v, cosine, sine, room);
   if (!is_query) {
-    append(v, side, calibration, Place(pages, num_pages, slot, head, KV_HEADS, is_value), step, norm, room);
+    append(v, side, calibration, feedback, Place(pages, num_pages, slot, head, KV_HEADS, is_value), step, norm, room);
     return;
   }
   if (BITS < 16 && FOLD) {

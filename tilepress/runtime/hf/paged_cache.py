@@ -373,12 +373,12 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     if where not in state.sides:
         state.sides[where] = calibration.layers[layer].to(key.device)
     found, there = [], state.sides[where]
-    for x, side, form, rotate in (
-        (key, there.key, there.form.key, there.rotate),
-        (value, there.value, there.form.value, False),
+    for x, side, form, rotate, feedback in (
+        (key, there.key, there.form.key, there.rotate, there.feedback),
+        (value, there.value, there.form.value, False, None),
     ):
         rows = x.transpose(1, 2)
-        back = fake_quantize(rows.flatten(0, 1), form, *side, rotate, calibration.refits)
+        back = fake_quantize(rows.flatten(0, 1), form, *side, rotate, calibration.refits, feedback)
         found.append(back.view(rows.shape).transpose(1, 2).to(x.dtype))
     return found[0], found[1]
 
