@@ -1,8 +1,8 @@
 """The sidecar `kv_cache/` of an artifact: what was calibrated for its attention cache. Drawn in docs/format.md.
 
 A value of a channel is stored as x = mean + scale * (code * s + z), see kernels/kv_cache.py. The sidecar holds mean, scale and error
-weight of every channel, clip of every layer, for static formats (s, z), and for keys of 4 bits what their errors are made up for by. It belongs to the weights that it was calibrated with: a hash
-over names, shapes, dtypes and a sample of all tensors says which.
+weight of every channel, clip of every layer, for static formats (s, z), and for 4-bit keys the feedback of their rounding errors. It belongs to the
+weights that it was calibrated with: a hash over names, shapes, dtypes and a sample of all tensors says which.
 """
 
 import hashlib

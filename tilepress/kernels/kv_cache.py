@@ -35,7 +35,10 @@ CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # te
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # With 0 bits values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
-QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}, Tensor? key_feedback=None"
+QUANTIZATION = (
+    f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, "
+    f"{VALUE_FORM}, Tensor? key_feedback=None"
+)
 UNLIKE = "keys and values of unlike forms, the kernel takes one form"
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 
@@ -74,8 +77,8 @@ class Steps(NamedTuple):
 
 class Quantization(NamedTuple):
     """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
-    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` and `key_feedback` int8 [heads, D / 4, D, 4] (kv_int4.py) are of the keys. Values
-    have the keys' format unless `value_bits` is given."""
+    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` and `key_feedback` int8 [heads, D / 4, D, 4] (kv_int4.py) are of the keys.
+    Values have the keys' format unless `value_bits` is given."""
 
     key_channels: Tensor | None
     key_fixed: Tensor | None
@@ -118,9 +121,10 @@ class Quantization(NamedTuple):
 
     def _check_feedback(self, heads: int, form: KVFormat) -> None:
         wanted = heads, form.head_dim // 4, form.head_dim, 4
-        if form.bits != 4 or self.key_feedback.shape != wanted or self.key_feedback.dtype != torch.int8:
+        fed = self.key_feedback
+        if form.bits != 4 or fed.shape != wanted or fed.dtype != torch.int8:
             raise ValueError(
-                f"feedback {list(self.key_feedback.shape)} of {self.key_feedback.dtype} for {form.name} keys of {heads} heads: int8 {list(wanted)} of 4-bit ones"
+                f"feedback {list(fed.shape)} of {fed.dtype} for {form.name} keys: int8 {list(wanted)} of 4-bit ones"
             )
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
