@@ -248,6 +248,53 @@ def test_what_is_read_back_is_the_same_on_a_card(form, dtype):
             assert same.all(), (calibrated, rotate, max_len, int((~same).sum()))
 
 
+UNLIKE = [
+    UnlikeForms(KVFormat(64), KVFormat(64, 4, 32)),
+    UnlikeForms(KVFormat(128, 4, 32), KVFormat(128, 4, 0, True)),
+    UnlikeForms(KVFormat(128, 4, 0, True), KVFormat(128)),
+    UnlikeForms(KVFormat(64, 8), KVFormat(64)),
+    UnlikeForms(KVFormat(64, 4, 32), KVFormat(64, 8, 0, True)),
+    UnlikeForms(KVFormat(128, 16), KVFormat(128, 4, 64)),
+    UnlikeForms(KVFormat(96, 4, 32), KVFormat(96, 16)),
+    UnlikeForms(KVFormat(32), KVFormat(32, 8)),
+    UnlikeForms(KVFormat(256, 4, 64), KVFormat(256)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 16])
+@pytest.mark.parametrize("form", UNLIKE, ids=lambda form: form.name)
+def test_unlike_forms_are_the_same_on_a_card(form, size):
+    """Appended, after RoPE too, and read back: every bit."""
+    generator, heads, dim = torch.Generator().manual_seed(0), 2, form.head_dim
+    key, value = torch.randn(2, 100, heads, dim, generator=generator).bfloat16()
+    query, bias = torch.randn(100, 2 * heads, dim, generator=generator).bfloat16(), torch.randn(heads * dim).bfloat16()
+    angles = torch.rand(100, dim // 2, generator=generator)
+    slots, page_bytes = torch.randperm(8 * size, generator=generator)[:100], size * form.page_bytes // 64
+    pages = torch.full((8, heads, page_bytes), 0xA5, dtype=torch.uint8)
+    given = [sides(side, heads, "cpu", seed) for seed, side in enumerate((form.key, form.value))]
+    numbers, others = kv_cache.op_forms(form)
+    rotate = form.key.bits == 4 and not form.key.static
+    fed = random_feedback(heads, dim) if form.key.bits == 4 else None
+    how = *given[0], *given[1], *numbers, rotate, 1, *others, fed
+    between = (None, None, bias, None, None, 1e-6, angles.cos().bfloat16(), angles.sin().bfloat16(), False, True)
+    table, lengths = torch.arange(8, dtype=torch.int32)[None], torch.tensor([8 * size - 3], dtype=torch.int32)
+    stored = *given[0][:2], *given[1][:2], dim, *numbers, rotate, torch.bfloat16, *others
+    found = []
+    for device in ("cpu", "cuda"):
+
+        def there(arguments, device=device):
+            return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+        appended, turned = pages.to(device), pages.to(device)
+        ops.kv_append(appended, *there((key, value, slots, *how)))
+        queries = ops.rope_append(turned, *there((query, key, value, *between, slots, *how)))
+        read = ops.kv_read(turned, *there((table, lengths, 8 * size, *stored)))
+        found.append([x.cpu() for x in (appended, turned, queries, *read)])
+    for expected, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -331,9 +378,10 @@ def test_slots_beyond_the_pages_are_skipped_on_a_card():
 @pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_appending_compiles_for_both_architectures():
-    for arch, form in itertools.product(("sm_80", "sm_90a"), (KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8))):
-        for feedback in {False, form.bits == 4}:
-            source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, form.refits, feedback))
+    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), *UNLIKE[:3]
+    for arch, form in itertools.product(("sm_80", "sm_90a"), forms):
+        for feedback in {False, form.key.bits == 4}:
+            source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, 1, feedback))
             found = cost(jit.compile_cubin("kv_append", source, arch)[1])
             assert found["spills"] == found["stack"] == 0, (arch, form, found)
 
@@ -341,7 +389,7 @@ def test_appending_compiles_for_both_architectures():
 @pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_reading_back_compiles_for_both_architectures():
-    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160)
+    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160), *UNLIKE[:3]
     for arch, form in itertools.product(("sm_80", "sm_90a"), forms):
         found = cost(jit.compile_cubin("kv_read", kv_read.source(form, torch.bfloat16), arch)[1])
         assert found["spills"] == found["stack"] == 0, (arch, form, found)

@@ -30,7 +30,7 @@ from tilepress.kernels.once import Planned, gathering
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
-CACHE_TAKES = "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_feedback* key_clip value_clip step norm tokens num_pages"
+CACHE_TAKES = "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_feedback* key_clip value_clip norm tokens num_pages"
 CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # tensors, as kernels take them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # With 0 bits values are stored as keys are.
@@ -39,7 +39,6 @@ QUANTIZATION = (
     f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, "
     f"{VALUE_FORM}, Tensor? key_feedback=None"
 )
-UNLIKE = "keys and values of unlike forms, the kernel takes one form"
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 
 
@@ -129,8 +128,6 @@ class Quantization(NamedTuple):
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
-        if is_unlike(self):
-            return False
         return (
             jit.why_not(pages.device) is None
             and key.dtype == value.dtype
@@ -142,11 +139,12 @@ class Quantization(NamedTuple):
             and (self.key_feedback is None or self.key_feedback.is_contiguous())
         )
 
-    def steps(self, form: KVFormat) -> Steps:
-        if form.bits == 16:
+    def steps(self, form: Forms) -> Steps:
+        sides = form.key, form.value
+        if all(side.bits == 16 for side in sides):
             return Steps(False, False, 0)
         channels = self.key_channels is not None or self.value_channels is not None
-        refits = self.refits if form.bits == 4 and not form.static else 0
+        refits = self.refits if any(side.bits == 4 and not side.static for side in sides) else 0
         return Steps(channels, self.rotate, refits, self.key_feedback is not None)
 
     def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: Forms) -> None:
@@ -157,7 +155,7 @@ class Quantization(NamedTuple):
         )
         write_pages(pages, slots, *rows, form)
 
-    def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[object, ...]:
+    def launch_arguments(self, pages: Tensor, slots: Tensor, form: Forms) -> tuple[object, ...]:
         """Return the first arguments of a kernel that appends, as CACHE_TAKES names them."""
         return (
             VARIES,
@@ -165,7 +163,7 @@ class Quantization(NamedTuple):
             *(0 if x is None else VARIES for x in (*self.tensors, self.key_feedback)),
             jit.float_bits(0.5 * self.key_clip),
             jit.float_bits(0.5 * self.value_clip),
-            *_numbers_of(form),
+            norm_of(form),
             slots.shape[0],
             pages.shape[0],
         )
@@ -176,10 +174,9 @@ class Quantization(NamedTuple):
         return [first + self._fields.index(name) for name in names if getattr(self, name) is not None]
 
 
-@functools.cache
-def _numbers_of(form: KVFormat) -> tuple[int, int]:
-    """Return a format's step and norm, as CACHE_TAKES names them."""
-    return jit.float_bits(2 / form.max_code), jit.float_bits((form.head_dim & -form.head_dim) ** -0.5)
+def norm_of(form: Forms) -> int:
+    """Return the bits of what a Hadamard matrix of the rows is multiplied with."""
+    return jit.float_bits((form.head_dim & -form.head_dim) ** -0.5)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,15 +190,6 @@ def forms_for(
             raise ValueError("the values' groups or static scales were given without value_bits")
         return key
     return forms_of(key, KVFormat(dim, value_bits, value_group_size, value_static))
-
-
-def is_unlike(arguments) -> bool:
-    """Return whether an op's arguments give values another form than keys."""
-    return arguments.value_bits > 0 and value_form(arguments) != (
-        arguments.bits,
-        arguments.group_size,
-        arguments.static,
-    )
 
 
 def value_form(arguments) -> tuple[int, int, bool]:
@@ -234,10 +222,13 @@ def calibration_suits_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
     ) and all(t is None or t.data_ptr() % 32 == 0 for t in tensors[:2])
 
 
-def row_macros(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> dict[str, int]:
+def row_macros(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> dict[str, int]:
     """Return what kv_rows.cuh is compiled with for inputs of a dtype and pages of `size` tokens."""
-    macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
-    return {**macros, "STATIC": int(form.static), "PAGE_TOKENS": size, "KIND": KINDS[dtype], "BF16": 0}
+    macros = {"D": form.head_dim, "UNLIKE": int(form.key != form.value)}
+    for name, side in (("KEY", form.key), ("VALUE", form.value)):
+        numbers = {"BITS": side.bits, "SIZE": side.group_size or side.head_dim, "STATIC": int(side.static)}
+        macros |= {f"{name}_{what}": number for what, number in numbers.items()}
+    return macros | {"PAGE_TOKENS": size, "KIND": KINDS[dtype], "BF16": 0}
 
 
 def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
@@ -248,12 +239,12 @@ def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *qua
     how.store(pages, key, value, slots, how.check(pages, key, value, slots))
 
 
-def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> str:
+def append_source(form: Forms, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> str:
     return jit.source("sm80_kv_append.cu", **row_macros(form, dtype, size), **steps.macros)
 
 
 @functools.cache
-def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> jit.Kernel:
+def _append_kernel(form: Forms, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> jit.Kernel:
     takes = f"{CACHE_TAKES} key* value* key_token:8 key_head:8 value_token:8 value_head:8 heads"
     return jit.Kernel("kv_append", append_source(form, dtype, steps, size), takes, THREADS, overlaps=True)
 
@@ -282,7 +273,7 @@ def _plan(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantizatio
 _append_cuda = Planned(_plan)
 
 
-def channels_of_lane(form: KVFormat) -> int:
+def channels_of_lane(form: Forms) -> int:
     """Return how many channels of a lane kv_rows.cuh loads at once."""
     return form.head_dim // 32 if form.head_dim & (form.head_dim - 1) == 0 else 1
 
@@ -311,13 +302,7 @@ def _(pages, *_):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_append", device.type, why_not(device, form), unlike_name(form))
-
-
-def why_not(device: torch.device, form: Forms | None) -> str | None:
-    """Return why the reference appends or reads back ("" for the CPU), or None where a kernel does; without a form, of any that kernels take."""
-    why = jit.why_not(device)
-    return UNLIKE if why is None and unlike_name(form) else why
+    return Path("kv_append", device.type, jit.why_not(device), unlike_name(form))
 
 
 def unlike_name(form: Forms | None) -> str:

@@ -5,7 +5,9 @@
 // that a row's reads are under way together.
 //
 // Macros, beside those of kv_rows.cuh: CHANNELS 0: neither side is calibrated by channels; ROTATE 0 | 1: keys are;
-// REFITS of scales, of dynamic 4 bits; FEEDBACK 0 | 1: of errors of 4-bit keys.
+// REFITS of scales, where they are of dynamic 4 bits; FEEDBACK 0 | 1: of errors of 4-bit keys.
+
+#define REFITTED (BITS == 4 && !STATIC ? REFITS : 0)
 
 struct Min {
   static __device__ __forceinline__ float of(float a, float b) {
@@ -162,7 +164,7 @@ struct Scales {
     }
   }
 
-  __device__ __forceinline__ void of_extremes(const float (&v)[E], float half_clip, float step) {
+  __device__ __forceinline__ void of_extremes(const float (&v)[E], float half_clip) {
     int ends[2][PARTS];                       // least, and the negative of the largest
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
@@ -176,7 +178,7 @@ struct Scales {
     for (int p = 0; p < PARTS; ++p) {
       const float low = from_ordered(ends[0][p]), high = -from_ordered(ends[1][p]);
       const float middle = __fmul_rn(__fadd_rn(low, high), 0.5f), reach = __fmul_rn(__fsub_rn(high, low), half_clip);
-      set(p, __fmul_rn(reach, step), __fsub_rn(middle, reach));
+      set(p, __fmul_rn(reach, (float)(2. / MOST)), __fsub_rn(middle, reach));
     }
   }
 
@@ -345,7 +347,7 @@ struct Feedback {
 
 // Quantizes a row and stores it, if its place is there.
 __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, Feedback& feedback,
-                                       const Place& place, float step, float norm, float* room) {
+                                       const Place& place, float norm, float* room) {
   u32 numbers[E];
   if (BITS == 16) {
 #pragma unroll
@@ -353,7 +355,7 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
   } else {
     Importance importance;
     if (side.channels) {
-      if (REFITS) importance.load(of.weight);
+      if (REFITTED) importance.load(of.weight);
       bool plain = true;
 #pragma unroll
       for (int j = 0; j < E; ++j) plain &= is_plain(of.scale[j]);
@@ -375,9 +377,9 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
       round(of.fixed[0], of.fixed[1]);
     } else {
       Scales scales;
-      scales.of_extremes(v, side.half_clip, step);
+      scales.of_extremes(v, side.half_clip);
 #pragma unroll
-      for (int i = 0; i < REFITS; ++i) scales.refit(v, importance);
+      for (int i = 0; i < REFITTED; ++i) scales.refit(v, importance);
       scales.round();
       round(scales.scale, scales.shift);
 #pragma unroll
@@ -387,4 +389,23 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
     }
   }
   if (place.is_there) store_row(place, numbers, (u32*)room);
+}
+
+// A row of memory, from element `at` on, quantized and stored; its bias is at `bias_at`, or 0.
+__device__ __forceinline__ void append_row(const void* x, long long at, const void* bias, int bias_at, const Side& side,
+                                           int head, int heads, const Place& place, float norm, float* room) {
+  Raw<E> raw, added;
+  raw.load(x, at + FIRST);
+  if (bias) added.load(bias, bias_at + FIRST);
+  Calibration calibration;
+  calibration.load(side, head, heads);
+  Feedback feedback;
+  if (FEEDBACK) feedback.load(side, head);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+#endif
+  float v[E];
+#pragma unroll
+  for (int j = 0; j < E; ++j) v[j] = bias ? rounded(__fadd_rn(raw[j], added[j])) : raw[j];
+  append(v, side, calibration, feedback, place, norm, room);
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, from_channels
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, from_channels
 from tilepress.formats.kv_pages import check_pages, page_tokens, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
@@ -26,12 +26,11 @@ from tilepress.kernels.kv_cache import (
     calibration_suits_kernels,
     check_calibration,
     forms_for,
-    is_unlike,
+    norm_of,
     row_macros,
     unlike_name,
     value_form,
     values_of,
-    why_not,
 )
 from tilepress.kernels.once import Planned, gathering
 
@@ -101,7 +100,6 @@ class _Read(NamedTuple):
         """
         return (
             jit.why_not(self.pages.device) is None
-            and not is_unlike(self)
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()
@@ -128,13 +126,13 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def source(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
+def source(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
     """Return the source of a kernel that gives keys and values in a dtype, from pages of `size` tokens."""
     return jit.source("sm80_kv_read.cu", **row_macros(form, dtype, size))
 
 
 @functools.cache
-def _kernel(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
+def _kernel(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
     return jit.Kernel("kv_read", source(form, dtype, size), _TAKES, THREADS, overlaps=True)
 
 
@@ -150,7 +148,7 @@ def _plan(*arguments) -> Callable:
         return gathering(_kv_read_cuda, scattered)
     sequences, heads, max_len, _ = read.shape
     numbers = (
-        jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
+        norm_of(form),
         int(read.rotate),
         sequences,
         heads,
@@ -180,4 +178,4 @@ def _(*arguments):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_read", device.type, why_not(device, form), unlike_name(form))
+    return Path("kv_read", device.type, jit.why_not(device), unlike_name(form))
