@@ -374,12 +374,12 @@ def test_errors_are_fed_back_as_the_page_says(form):
     pairs = (fixed.expand(9, heads, 1, 2) if form.static else scales).float().numpy()
     for row, head in itertools.product(range(9), range(heads)):
         scale, shift = (pairs[row, head, :, i].repeat(dim // form.groups) for i in range(2))
-        left, step, expected = y[row, head].numpy().copy(), scale.max(), []
+        place, step, expected = (y[row, head].numpy() - shift) / scale, scale.max(), []
         for block in np.split(np.arange(dim), 8):
-            code = np.clip(np.rint((left[block] - shift[block]) / scale[block]), 0, 15)
-            off = left[block] - (code * scale[block] + shift[block])
-            parts = np.clip(np.rint(off * (np.float32(1) / step * np.float32(128))), -127, 127).astype(np.int64)
-            left += (matrix[head][:, block] @ parts).astype(np.float32) * (step * np.float32(2**-13))
+            code = np.clip(np.rint(place[block]), 0, 15)
+            off = (place[block] - code) * (scale[block] / step * np.float32(128))
+            parts = np.clip(np.rint(off), -127, 127).astype(np.int64)
+            place += (matrix[head][:, block] @ parts).astype(np.float32) * (step / scale * np.float32(2**-13))
             expected += code.tolist()
         assert codes[row, head].tolist() == expected
     assert not torch.equal(codes, plain)

@@ -248,6 +248,25 @@ def test_what_is_read_back_is_the_same_on_a_card(form, dtype):
             assert same.all(), (calibrated, rotate, max_len, int((~same).sum()))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rounding_is_what_the_cache_gives_back(form, device):
+    """Of keys and of values, calibrated or not: every bit of `fake_quantize` on a CPU."""
+    x = torch.randn(2, 50, 3, form.head_dim, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+    rotates, four = form.bits == 4 and not form.static, form.bits == 4
+    for side, rotate, fed in (
+        (sides(form, 3, "cpu"), False, None),
+        (sides(form, 3, "cpu"), rotates, random_feedback(3, form.head_dim) if four else None),
+        ((None, sides(form, 3, "cpu")[1], 0.8), False, None),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = x.to(dtype)
+            expected = fake_quantize(rows, form, *side, rotate, form.refits, fed)
+            moved, given = [t if t is None else t.to(device) for t in (*side[:2], fed)], side[2]
+            back = kv_read.rounded(rows.to(device), form, *moved[:2], given, rotate, form.refits, moved[2])
+            assert back.dtype == torch.float32 and torch.equal(back.cpu(), expected)
+
+
 UNLIKE = [
     UnlikeForms(KVFormat(64), KVFormat(64, 4, 32)),
     UnlikeForms(KVFormat(128, 4, 32), KVFormat(128, 4, 0, True)),

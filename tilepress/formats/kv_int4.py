@@ -278,17 +278,21 @@ def _fed_codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat, fe
     """Codes uint8 [..., heads, D] of grouped [..., heads, G, D / G].
 
     An error is a whole number of parts of the row's largest step, so that sums of errors times feedback are exact in any order, in float32, too."""
+    place = (grouped - shift) / scale
     if feedback is not None:
         matrix, size = feedback_matrix(feedback).float(), form.head_dim // FEEDBACK_BLOCKS
-        step = scale.amax(-2)
-        parts, back = 1 / step * _ERROR_PARTS, step * (1 / (_ERROR_PARTS * FEEDBACK_ONE))
+        step = scale.amax(-2, keepdim=True)
+        parts, back = scale / step * _ERROR_PARTS, step / scale * (1 / (_ERROR_PARTS * FEEDBACK_ONE))
         for first in range(0, form.head_dim - size, size):
-            stands_for = _codes(grouped, scale, shift, form) * scale + shift
-            error = ((grouped - stands_for).flatten(-2) * parts).clamp(1 - _ERROR_PARTS, _ERROR_PARTS - 1).round()
             block = slice(first, first + size)
-            moved = torch.einsum("hrc,...hc->...hr", matrix[..., block], error[..., block])
-            grouped = grouped + (moved * back).view_as(grouped)
-    return _codes(grouped, scale, shift, form).to(torch.uint8).flatten(-2)
+            error = ((place - _nearest(place, form)) * parts).clamp(1 - _ERROR_PARTS, _ERROR_PARTS - 1).round()
+            moved = torch.einsum("hrc,...hc->...hr", matrix[..., block], error.flatten(-2)[..., block])
+            place = place + moved.view_as(place) * back
+    return _nearest(place, form).to(torch.uint8).flatten(-2)
+
+
+def _nearest(place: Tensor, form: KVFormat) -> Tensor:
+    return place.round().clamp(0, form.max_code)
 
 
 def _importance(weight: Tensor, form: KVFormat) -> Tensor:
@@ -320,10 +324,6 @@ def _refitted(
 def _in_reach(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and shifts clamped to the range that float16 can round."""
     return scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
-
-
-def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Tensor:
-    return ((grouped - shift) / scale).round().clamp(0, form.max_code)
 
 
 def clamped_share(x: Tensor, form: KVFormat, channels: Tensor, fixed: Tensor) -> float:

@@ -269,79 +269,105 @@ __device__ __forceinline__ void store_row(const Place& place, const u32 (&number
   }
 }
 
-// Error feedback: channels are rounded in eight blocks, a block being those of four lanes, and each block's errors move
+// Error feedback: channels are coded in eight blocks, a block being those of four lanes, and each block's errors move
 // the channels behind it. Other channels are moved by 0, so that all lanes do the same. The constants are those of
-// formats/kv_int4.py.
-#define FEEDBACK_ROOM (FEEDBACK ? D / 16 : 1)  // floats of shared memory that a warp needs: two blocks' errors
+// formats/kv_int4.py. A warp waits for seven blocks in turn, so each does as little as it can, in steps of the row's
+// scales; what is multiplied with is asked for before the row is known.
+#define FEEDBACK_ROOM (FEEDBACK && !IS_POWER(D) ? D / 16 : 1)  // floats of shared memory: two blocks' errors
 
 struct Feedback {
-  // A block's errors are E words, each of which a lane multiplies for E channels. What is multiplied with is asked for
-  // AHEAD blocks before, or not before it is needed where it would not fit into registers.
-  static constexpr int BLOCKS = 8, AHEAD = E <= 2 ? BLOCKS - 1 : E <= 4 ? 3 : E <= 8, ERROR_PARTS = 128, ONE = 64,
-                       TOGETHER = SMALLER(E & -E, 4);
-  const u32* words;                           // of the head
+  // A block's errors are E words, each of which a lane multiplies for E channels; AHEAD blocks are in registers.
+  static constexpr int BLOCKS = 8, AHEAD = E <= 2 ? BLOCKS - 1 : E <= 4 ? 3 : E <= 8, ERROR_PARTS = 128, ONE = 64;
+  static constexpr float TO_WHOLE = 12582912.f;  // a float has this and whole numbers below 2^22 in its lower bits
+  const u32* words = 0;                       // of the head
   Raw<E, 0> ahead[AHEAD ? AHEAD : 1][AHEAD ? E : 1];
 
   __device__ __forceinline__ void load(int block, int i) {
     ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i : 0].load(words, (block * E + i) * D + FIRST);
   }
-  __device__ __forceinline__ void load(const Side& side, int head) {
-    words = side.feedback ? side.feedback + (long long)head * (D * D / 4) : 0;
-    if (!words) return;
+  __device__ __forceinline__ void load(const u32* of_heads, int head) {
+    words = of_heads + (long long)head * (D * D / 4);
 #pragma unroll
     for (int block = 0; block < AHEAD; ++block)
 #pragma unroll
       for (int i = 0; i < E; ++i) load(block, i);
   }
 
-  // Moves v; `room` is of FEEDBACK_ROOM words.
-  __device__ __forceinline__ void apply(float (&v)[E], const float (&scale)[PARTS], const float (&shift)[PARTS],
-                                        u32* room) {
+  // The errors of a block's channels, four in a word, for every lane.
+  static __device__ __forceinline__ void share(u32 (&words)[E], const u32 (&mine)[E], int block, u32* room) {
+    if constexpr (!IS_POWER(D)) {
+      signed char* errors = (signed char*)(room + block % 2 * E);
+      if (LANE / 4 == block)
+#pragma unroll
+        for (int j = 0; j < E; ++j) errors[LANE % 4 * E + j] = mine[j];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < E; ++i) words[i] = ((const u32*)errors)[i];
+    } else if constexpr (E >= 4) {
+#pragma unroll
+      for (int i = 0; i < E; ++i) {           // the word i of the block is of lane i / (E / 4)
+        const int j = i % (E / 4) * 4;
+        const u32 four = __byte_perm(__byte_perm(mine[j], mine[j + 1], 0x0040),
+                                     __byte_perm(mine[j + 2], mine[j + 3], 0x0040), 0x5410);
+        words[i] = __shfl_sync(ALL, four, block * 4 + i / (E / 4));
+      }
+    } else {
+      const u32 own = E == 1 ? mine[0] : __byte_perm(mine[0], mine[E - 1], 0x0040);
+      u32 of[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[i] = __shfl_sync(ALL, own, block * 4 + i);
+      if constexpr (E == 1) {
+        words[0] = __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040), 0x5410);
+      } else {
+        words[0] = __byte_perm(of[0], of[1], 0x5410);
+        words[E - 1] = __byte_perm(of[2], of[3], 0x5410);
+      }
+    }
+  }
+
+  // Codes of v; `room` is of FEEDBACK_ROOM words.
+  __device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], const float (&scale)[PARTS],
+                                           const float (&shift)[PARTS], u32* room) {
     int largest = 0;                          // positive floats have the order of their bits
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) largest = max(largest, __float_as_int(scale[p]));
-    const float step = __int_as_float(__reduce_max_sync(ALL, largest)),
-                parts = __fmul_rn(quotient(1.f, step, reciprocal(step)), (float)ERROR_PARTS),
-                back = __fmul_rn(step, 1.f / (ERROR_PARTS * ONE));
-    __syncwarp();
+    const float step = __int_as_float(__reduce_max_sync(ALL, largest)), to_step = reciprocal(step);
+    float place[E], parts[PARTS], back[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      const float y = reciprocal(scale[p]);
+      parts[p] = __fmul_rn(quotient(scale[p], step, to_step), (float)ERROR_PARTS);
+      back[p] = __fmul_rn(quotient(step, scale[p], y), 1.f / (ERROR_PARTS * ONE));
+#pragma unroll
+      for (int j = p; j < E; j += PARTS) place[j] = quotient(__fsub_rn(v[j], shift[p]), scale[p], y);
+    }
+    if (!IS_POWER(D)) __syncwarp();
 #pragma unroll
     for (int block = 0; block < BLOCKS - 1; ++block) {
-      u32 codes[E], *errors = room + block % 2 * E;
-      to_codes(codes, v, scale, shift);
+      u32 mine[E], of_block[E];
+      int moved[E];
 #pragma unroll
       for (int j = 0; j < E; ++j) {
-        const float stands_for = __fadd_rn(__fmul_rn((float)codes[j], scale[j % PARTS]), shift[j % PARTS]),
-                    error = __fmul_rn(__fsub_rn(v[j], stands_for), parts), most = ERROR_PARTS - 1;
-        if (LANE / 4 == block) ((signed char*)errors)[LANE % 4 * E + j] = whole(fminf(fmaxf(error, -most), most));
+        const float code = __fsub_rn(__fadd_rn(fminf(fmaxf(place[j], 0.f), MOST), TO_WHOLE), TO_WHOLE);
+        const float error = __fmul_rn(__fsub_rn(place[j], code), parts[j % PARTS]), most = ERROR_PARTS - 1;
+        mine[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(error, -most), most), TO_WHOLE));  // its lowest byte
+        moved[j] = __float_as_int(TO_WHOLE);
       }
-      __syncwarp();
-      int moved[E] = {};
+      share(of_block, mine, block, room);
 #pragma unroll
-      for (int i = 0; i < E; i += TOGETHER) {
-        u32 four[TOGETHER];                   // channels' errors in a word
-        if constexpr (TOGETHER == 4) {
-          const uint4 w = *(const uint4*)(errors + i);
-          four[0] = w.x; four[1] = w.y; four[2] = w.z; four[3] = w.w;
-        } else if constexpr (TOGETHER == 2) {
-          const uint2 w = *(const uint2*)(errors + i);
-          four[0] = w.x; four[1] = w.y;
-        } else {
-          four[0] = errors[i];
-        }
+      for (int i = 0; i < E; ++i) {
+        if (!AHEAD) load(block, i);
+        const Raw<E, 0>& by = ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i : 0];
 #pragma unroll
-        for (int k = 0; k < TOGETHER; ++k) {
-          if (!AHEAD) load(block, i + k);
-          const Raw<E, 0>& by = ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i + k : 0];
-#pragma unroll
-          for (int j = 0; j < E; ++j) moved[j] = __dp4a((int)by.words[j], (int)four[k], moved[j]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < E; ++i)
+        for (int j = 0; j < E; ++j) moved[j] = __dp4a((int)by.words[j], (int)of_block[i], moved[j]);
         if (AHEAD && block + AHEAD < BLOCKS - 1) load(block + AHEAD, i);
+      }
 #pragma unroll
-      for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], __fmul_rn((float)moved[j], back));
+      for (int j = 0; j < E; ++j)
+        place[j] = __fadd_rn(place[j], __fmul_rn(__fsub_rn(__int_as_float(moved[j]), TO_WHOLE), back[j % PARTS]));
     }
+#pragma unroll
+    for (int j = 0; j < E; ++j) codes[j] = whole(fminf(fmaxf(place[j], 0.f), MOST));
   }
 };
 
@@ -369,9 +395,8 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], 0.f);  // no -0, as in the reference
     const auto round = [&](const float (&scale)[PARTS], const float (&shift)[PARTS]) {
-      if constexpr (FEEDBACK && BITS == 4)
-        if (feedback.words) feedback.apply(v, scale, shift, (u32*)room);
-      to_codes(numbers, v, scale, shift);
+      if (FEEDBACK && BITS == 4 && feedback.words) feedback.to_codes(numbers, v, scale, shift, (u32*)room);
+      else to_codes(numbers, v, scale, shift);
     };
     if (STATIC) {
       round(of.fixed[0], of.fixed[1]);
@@ -393,14 +418,13 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
 
 // A row of memory, from element `at` on, quantized and stored; its bias is at `bias_at`, or 0.
 __device__ __forceinline__ void append_row(const void* x, long long at, const void* bias, int bias_at, const Side& side,
-                                           int head, int heads, const Place& place, float norm, float* room) {
+                                           Feedback& feedback, int head, int heads, const Place& place, float norm,
+                                           float* room) {
   Raw<E> raw, added;
   raw.load(x, at + FIRST);
   if (bias) added.load(bias, bias_at + FIRST);
   Calibration calibration;
   calibration.load(side, head, heads);
-  Feedback feedback;
-  if (FEEDBACK) feedback.load(side, head);
 #if __CUDA_ARCH__ >= 900
   launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
 #endif

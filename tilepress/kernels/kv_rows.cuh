@@ -111,7 +111,6 @@ struct Side {  // of keys or values
   // Mean, scale, weight [3, heads, D] or 0; (scale, shift) [heads, GROUPS, 2].
   const float* channels; const u16* fixed;
   float half_clip; int rotate;
-  const u32* feedback;                        // of errors, int8 [heads, D / 4, D, 4] or 0
 };
 
 struct Calibration {  // a head's, of this lane's channels

@@ -50,9 +50,9 @@ kv_read(const unsigned char* pages,                 // uint8 [num_pages, heads, 
   const unsigned char* of = pages + ((long long)SMALLER(page, num_pages - 1) * heads + head) * PAGE_BYTES;
   const long long at = ((long long)row * max_len + first) * D + FIRST;
   if (number % 2)
-    of_values::read<true>(of, first, length, max_len, {value_channels, value_fixed, 0.f, 0, 0}, head, heads, norm,
+    of_values::read<true>(of, first, length, max_len, {value_channels, value_fixed, 0.f, 0}, head, heads, norm,
                           value, at, rooms[warp]);
   else
-    of_keys::read<false>(of, first, length, max_len, {key_channels, key_fixed, 0.f, rotate, 0}, head, heads, norm, key,
+    of_keys::read<false>(of, first, length, max_len, {key_channels, key_fixed, 0.f, rotate}, head, heads, norm, key,
                          at, rooms[warp]);
 }

@@ -150,29 +150,31 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
             long long cosine_token, long long sine_token) {
   __shared__ __align__(16) float rooms[WARPS][ROOM > FEEDBACK_ROOM ? ROOM : FEEDBACK_ROOM];
   float* room = rooms[threadIdx.x / 32];
-#if __CUDA_ARCH__ >= 900
-  wait_for_grid();
-#endif
   constexpr u32 ROWS = HEADS + 2 * KV_HEADS;  // of a token
   const u32 row = blockIdx.x * WARPS + threadIdx.x / 32, number = row % ROWS;
   const int token = row / ROWS, before = number * (2 * KV_HEADS) / ROWS;  // rows of keys and values
-  if (token >= tokens) return;
   const bool is_query = (number + 1) * (2 * KV_HEADS) / ROWS == before, is_value = !is_query && before % 2;
   const int head = is_query ? number - before : before / 2, kv_head = is_query ? head / (HEADS / KV_HEADS) : head;
+  Feedback feedback;                          // is no kernel's before this one
+  if (FEEDBACK && key_feedback && !is_query && !is_value) feedback.load(key_feedback, head);
+#if __CUDA_ARCH__ >= 900
+  wait_for_grid();
+#endif
+  if (token >= tokens) return;
   const Row of = is_query   ? Row{query, query_token, query_head, BIASES ? query_bias : 0, NORMS ? query_norm : 0}
                  : is_value ? Row{value, value_token, value_head, BIASES ? value_bias : 0, 0}
                             : Row{key, key_token, key_head, BIASES ? key_bias : 0, NORMS ? key_norm : 0};
-  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0, 0}
-                             : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE,
-                                    FEEDBACK ? key_feedback : 0};
+  const Side side = is_value ? Side{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0}
+                             : Side{CHANNELS ? key_channels : 0, key_fixed, key_clip, ROTATE};
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
 #if UNLIKE
   if (is_value) {
-    const of_values::Side own{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0, 0};
+    const of_values::Side own{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0};
+    of_values::Feedback none;
     const of_values::Place place(pages, num_pages, slot, head, KV_HEADS, true);
-    of_values::append_row(value, at, of.bias, head * D, own, head, KV_HEADS, place, norm, room);
+    of_values::append_row(value, at, of.bias, head * D, own, none, head, KV_HEADS, place, norm, room);
     return;
   }
 #endif
@@ -187,8 +189,6 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   }
   Calibration calibration;
   if (!is_query || FOLD) calibration.load(side, kv_head, KV_HEADS);
-  Feedback feedback;
-  if (FEEDBACK && !is_query) feedback.load(side, kv_head);
 #if __CUDA_ARCH__ >= 900
   launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
 #endif

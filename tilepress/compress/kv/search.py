@@ -33,11 +33,12 @@ from tilepress.compress.kv.attention import LayerSeen, Sample, by_pairs
 from tilepress.compress.kv.feedback import feedback_for
 from tilepress.formats.kv_calibration import Side
 from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat, clamped_share, fake_quantize
+from tilepress.kernels.kv_read import rounded
 from tilepress.ranks import ALONE, Ranks
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROTATED_ALPHAS = (0.25, 0.5, 0.75)
-FED = ((0.5, 0.1), (0.5, 0.25), (0.5, 0.5), (0.6, 0.4), (0.75, 0.25))  # (alpha, beta) of rotated keys with feedback
+FED = ((0.5, 0.1), (0.6, 0.3), (0.75, 0.25))  # (alpha, beta) of rotated keys with feedback
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
 
 
@@ -141,7 +142,7 @@ class Search:
         """Return the samples' keys or values [windows, heads, tokens, D] float32 as they come back from the cache."""
         turned = rotate and what == "key"
         rows = (self.seen.stored(what, getattr(sample, what)).transpose(1, 2) for sample in self.samples)
-        found = (fake_quantize(x, form, *side, turned, form.refits, feedback).transpose(1, 2) for x in rows)
+        found = (rounded(x, form, *side, turned, form.refits, feedback).transpose(1, 2) for x in rows)
         return [self.seen.unstored(what, x) for x in found]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
