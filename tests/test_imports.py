@@ -23,7 +23,7 @@ ALLOWED = {  # part -> parts, or single modules of them, that it may import
     "sharing": {"eval", "formats"},
     "version": set(),
     "runtime": {"runtime", "kernels", "formats", "models", "device", "ranks"},
-    "compress": {"compress", "formats", "models", "text", "device", "ranks", "version"},
+    "compress": {"compress", "kernels", "formats", "models", "text", "device", "ranks", "version"},
     "eval": {"eval", "chat", "compress", "runtime", "kernels", "formats", "models", "text", "device", "version"},
     "bench": {"bench", "compress", "runtime", "kernels", "formats", "models"},
     "demo": set(),

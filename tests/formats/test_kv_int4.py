@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard as scipy_hadamard
+from support.feedback import random_feedback
 
 from tilepress.formats import UsageError
 from tilepress.formats.kv_int4 import (
@@ -15,6 +16,9 @@ from tilepress.formats.kv_int4 import (
     UnlikeForms,
     dequantize_rows,
     fake_quantize,
+    feedback_matrix,
+    feedback_words,
+    feeds_forward,
     from_channels,
     from_serialized,
     hadamard,
@@ -355,3 +359,36 @@ def test_forms_that_do_not_fit(args, message):
     with pytest.raises(UsageError) as error:
         KVFormat(*args)
     assert message in error.value.message and error.value.hint
+
+
+@pytest.mark.parametrize("form", [KVFormat(64), KVFormat(64, 4, 32), KVFormat(96), KVFormat(128, 4, 0, True)], ids=str)
+def test_errors_are_fed_back_as_the_page_says(form):
+    """Row by row and channel by channel, in numpy's float32."""
+    heads, dim, words = 2, form.head_dim, random_feedback(2, form.head_dim)
+    matrix = words.numpy().transpose(0, 2, 1, 3).reshape(heads, dim, dim).astype(np.int64)
+    y = torch.randn(9, heads, dim, generator=torch.Generator().manual_seed(3))
+    fixed = torch.tensor([0.5, -3.75]).half().expand(heads, 1, 2) if form.static else None
+    codes, scales = quantize_rows(y, form, None, fixed, 0.9, form.refits, words)
+    plain, same = quantize_rows(y, form, None, fixed, 0.9, form.refits)
+    assert form.static or torch.equal(scales, same)  # scales know nothing of it
+    pairs = (fixed.expand(9, heads, 1, 2) if form.static else scales).float().numpy()
+    for row, head in itertools.product(range(9), range(heads)):
+        scale, shift = (pairs[row, head, :, i].repeat(dim // form.groups) for i in range(2))
+        place, step, expected = (y[row, head].numpy() - shift) / scale, scale.max(), []
+        for block in np.split(np.arange(dim), 8):
+            code = np.clip(np.rint(place[block]), 0, 15)
+            off = (place[block] - code) * (scale[block] / step * np.float32(128))
+            parts = np.clip(np.rint(off), -127, 127).astype(np.int64)
+            place += (matrix[head][:, block] @ parts).astype(np.float32) * (step / scale * np.float32(2**-13))
+            expected += code.tolist()
+        assert codes[row, head].tolist() == expected
+    assert not torch.equal(codes, plain)
+
+
+def test_feedback_as_words_and_back():
+    words = random_feedback(3, 96)
+    assert torch.equal(feedback_words(feedback_matrix(words)), words) and feeds_forward(words)
+    for row, column in ((0, 0), (11, 0), (12, 13), (0, 95)):
+        matrix = feedback_matrix(words).clone()
+        matrix[1, row, column] = 1
+        assert not feeds_forward(feedback_words(matrix))

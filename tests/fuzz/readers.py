@@ -229,7 +229,7 @@ def _look_at_manifest(path: Path) -> None:
 
 @cache
 def _calibrations() -> dict[str, dict[str, bytes]]:
-    """The files of a calibration in one form, and of one whose layers differ."""
+    """The files of a calibration in one form, of one whose layers differ, and of one with feedback of keys' errors."""
     int4, int8, static, plain = (KVFormat(32, *how) for how in ((4, 32), (8,), (4, 0, True), (16,)))
     layer, none = kv_calibration.CachedLayer, kv_calibration.Side(None)
 
@@ -241,7 +241,10 @@ def _calibrations() -> dict[str, dict[str, bytes]]:
         layer(side(1), with_scales, forms_of(int8, static), rotate=True),
         layer(none, side(3), forms_of(plain, int4)),
     )
-    found = {"sound": (layer(side(1), side(2), int4),), "mixed": mixed}
+    feedback = torch.zeros(1, 8, 32, 4, dtype=torch.int8)
+    feedback[:, :4, 16:] = 9  # of the first half to the second
+    fed = (layer(side(1), side(2), int4, True, feedback),)
+    found = {"sound": (layer(side(1), side(2), int4),), "mixed": mixed, "fed": fed}
     weights = kv_calibration.weights_hash(Checkpoint(folder()))
     files = {
         name: kv_calibration.to_files(kv_calibration.KVCalibration(1, layers, refits=1), weights)
@@ -266,7 +269,8 @@ def _calibrated(path: Path) -> None:
             page_order(each.form)
             for what, form in zip(each.sides, (each.form.key, each.form.value), strict=True):
                 rows = torch.linspace(-3, 3, 2 * found.kv_heads * form.head_dim).view(2, found.kv_heads, -1)
-                back = fake_quantize(rows, form, *what, each.rotate, found.refits)
+                feedback = each.feedback if what is each.key else None
+                back = fake_quantize(rows, form, *what, each.rotate, found.refits, feedback)
                 assert back.shape == rows.shape
         return
     raise refused

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.feedback import random_feedback
 from support.kernel_costs import cost
 
 from tilepress.formats.kv_int4 import KVFormat, UnlikeForms, fake_quantize
@@ -159,6 +160,19 @@ def test_keys_in_one_form_and_values_in_another(form, device):
     torch.testing.assert_close(out[0].double(), torch.einsum("ht,thd->hd", weights, value), rtol=1e-4, atol=1e-4)
 
 
+def test_feedback_that_does_not_fit_is_refused():
+    form, rows = KVFormat(64), torch.zeros(1, 2, 64)
+    pages, none = torch.zeros(1, 2, form.page_bytes, dtype=torch.uint8), (None, None, 1.0) * 2
+    for fed in (random_feedback(1, 64), random_feedback(2, 64).short(), random_feedback(2, 32)):
+        with pytest.raises(ValueError, match="feedback"):
+            ops.kv_append(pages, rows, rows, torch.tensor([0]), *none, 4, 0, False, False, 0, 0, 0, False, fed)
+    pages = torch.zeros(1, 2, KVFormat(64, 8).page_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="of 4-bit ones"):
+        ops.kv_append(
+            pages, rows, rows, torch.tensor([0]), *none, 8, 0, False, False, 0, 0, 0, False, random_feedback(2, 64)
+        )
+
+
 def test_a_values_form_without_its_bits_is_refused():
     form = KVFormat(64)
     pages, rows = torch.zeros(1, 1, form.page_bytes, dtype=torch.uint8), torch.zeros(1, 1, 64)
@@ -180,7 +194,7 @@ APPENDED = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", APPENDED, ids=str)
 def test_pages_are_the_same_on_a_card(form, dtype):
-    """Every byte: with and without calibration, rotated, refitted, clipped; strided inputs, slots that are left out."""
+    """Every byte: with and without calibration, rotated, refitted, clipped, errors fed back; strided inputs, slots that are left out."""
     generator, heads, tokens = torch.Generator().manual_seed(0), 3, 150
     k, v = (torch.randn(heads, tokens, form.head_dim, generator=generator).to(dtype).transpose(0, 1) for _ in range(2))
     k[3], v[5, 1], k[7, 2, :5] = 0, 2.5, 300  # rows of zeros, of one number, outliers
@@ -189,13 +203,17 @@ def test_pages_are_the_same_on_a_card(form, dtype):
     blank = torch.full((5, heads, form.page_bytes), 0xA5, dtype=torch.uint8)
     key_side, value_side = sides(form, heads, "cpu", 1), sides(form, heads, "cpu", 2)
     plain = None, key_side[1], 1.0
-    for rotate, refits, left, right in (
-        (False, 0, plain, plain),
-        (False, 1, plain, plain),
-        (False, 2, key_side, value_side),
-        (form.bits == 4 and not form.static, 3, key_side, value_side),
+    rotates = form.bits == 4 and not form.static
+    feedback = (random_feedback(heads, form.head_dim, most) if form.bits == 4 else None for most in (20, 127))
+    for rotate, refits, left, right, fed in (
+        (False, 0, plain, plain, None),
+        (False, 1, plain, plain, None),
+        (False, 2, key_side, value_side, None),
+        (rotates, 3, key_side, value_side, None),
+        (rotates, 1, key_side, value_side, next(feedback)),
+        (False, 0, plain, plain, next(feedback)),
     ):
-        args = k, v, slots, *left, *right, form.bits, form.group_size, form.static, rotate, refits
+        args = k, v, slots, *left, *right, form.bits, form.group_size, form.static, rotate, refits, 0, 0, False, fed
         expected, found = blank.clone(), blank.cuda()
         ops.kv_append(expected, *args)
         ops.kv_append(found, *(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
@@ -228,6 +246,72 @@ def test_what_is_read_back_is_the_same_on_a_card(form, dtype):
             found, bits = found.cpu(), torch.int32 if dtype == torch.float32 else torch.int16
             same = (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
             assert same.all(), (calibrated, rotate, max_len, int((~same).sum()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rounding_is_what_the_cache_gives_back(form, device):
+    """Of keys and of values, calibrated or not: every bit of `fake_quantize` on a CPU."""
+    x = torch.randn(2, 50, 3, form.head_dim, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+    rotates, four = form.bits == 4 and not form.static, form.bits == 4
+    for side, rotate, fed in (
+        (sides(form, 3, "cpu"), False, None),
+        (sides(form, 3, "cpu"), rotates, random_feedback(3, form.head_dim) if four else None),
+        ((None, sides(form, 3, "cpu")[1], 0.8), False, None),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = x.to(dtype)
+            expected = fake_quantize(rows, form, *side, rotate, form.refits, fed)
+            moved, given = [t if t is None else t.to(device) for t in (*side[:2], fed)], side[2]
+            back = kv_read.rounded(rows.to(device), form, *moved[:2], given, rotate, form.refits, moved[2])
+            assert back.dtype == torch.float32 and torch.equal(back.cpu(), expected)
+
+
+UNLIKE = [
+    UnlikeForms(KVFormat(64), KVFormat(64, 4, 32)),
+    UnlikeForms(KVFormat(128, 4, 32), KVFormat(128, 4, 0, True)),
+    UnlikeForms(KVFormat(128, 4, 0, True), KVFormat(128)),
+    UnlikeForms(KVFormat(64, 8), KVFormat(64)),
+    UnlikeForms(KVFormat(64, 4, 32), KVFormat(64, 8, 0, True)),
+    UnlikeForms(KVFormat(128, 16), KVFormat(128, 4, 64)),
+    UnlikeForms(KVFormat(96, 4, 32), KVFormat(96, 16)),
+    UnlikeForms(KVFormat(32), KVFormat(32, 8)),
+    UnlikeForms(KVFormat(256, 4, 64), KVFormat(256)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 16])
+@pytest.mark.parametrize("form", UNLIKE, ids=lambda form: form.name)
+def test_unlike_forms_are_the_same_on_a_card(form, size):
+    """Appended, after RoPE too, and read back: every bit."""
+    generator, heads, dim = torch.Generator().manual_seed(0), 2, form.head_dim
+    key, value = torch.randn(2, 100, heads, dim, generator=generator).bfloat16()
+    query, bias = torch.randn(100, 2 * heads, dim, generator=generator).bfloat16(), torch.randn(heads * dim).bfloat16()
+    angles = torch.rand(100, dim // 2, generator=generator)
+    slots, page_bytes = torch.randperm(8 * size, generator=generator)[:100], size * form.page_bytes // 64
+    pages = torch.full((8, heads, page_bytes), 0xA5, dtype=torch.uint8)
+    given = [sides(side, heads, "cpu", seed) for seed, side in enumerate((form.key, form.value))]
+    numbers, others = kv_cache.op_forms(form)
+    rotate = form.key.bits == 4 and not form.key.static
+    fed = random_feedback(heads, dim) if form.key.bits == 4 else None
+    how = *given[0], *given[1], *numbers, rotate, 1, *others, fed
+    between = (None, None, bias, None, None, 1e-6, angles.cos().bfloat16(), angles.sin().bfloat16(), False, True)
+    table, lengths = torch.arange(8, dtype=torch.int32)[None], torch.tensor([8 * size - 3], dtype=torch.int32)
+    stored = *given[0][:2], *given[1][:2], dim, *numbers, rotate, torch.bfloat16, *others
+    found = []
+    for device in ("cpu", "cuda"):
+
+        def there(arguments, device=device):
+            return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+        appended, turned = pages.to(device), pages.to(device)
+        ops.kv_append(appended, *there((key, value, slots, *how)))
+        queries = ops.rope_append(turned, *there((query, key, value, *between, slots, *how)))
+        read = ops.kv_read(turned, *there((table, lengths, 8 * size, *stored)))
+        found.append([x.cpu() for x in (appended, turned, queries, *read)])
+    for expected, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -313,16 +397,18 @@ def test_slots_beyond_the_pages_are_skipped_on_a_card():
 @pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_appending_compiles_for_both_architectures():
-    for arch, form in itertools.product(("sm_80", "sm_90a"), (KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8))):
-        source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, form.refits))
-        found = cost(jit.compile_cubin("kv_append", source, arch)[1])
-        assert found["spills"] == found["stack"] == 0, (arch, form, found)
+    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), *UNLIKE[:3]
+    for arch, form in itertools.product(("sm_80", "sm_90a"), forms):
+        for feedback in {False, form.key.bits == 4}:
+            source = kv_cache.append_source(form, torch.bfloat16, kv_cache.Steps(True, True, 1, feedback))
+            found = cost(jit.compile_cubin("kv_append", source, arch)[1])
+            assert found["spills"] == found["stack"] == 0, (arch, form, found)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(jit.missing() is not None, reason="needs cuda-core")
 def test_reading_back_compiles_for_both_architectures():
-    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160)
+    forms = KVFormat(128), KVFormat(64, 4, 32), KVFormat(128, 8), KVFormat(128, 16), KVFormat(160), *UNLIKE[:3]
     for arch, form in itertools.product(("sm_80", "sm_90a"), forms):
         found = cost(jit.compile_cubin("kv_read", kv_read.source(form, torch.bfloat16), arch)[1])
         assert found["spills"] == found["stack"] == 0, (arch, form, found)

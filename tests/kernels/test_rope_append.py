@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.feedback import random_feedback
 from support.kernel_costs import cost
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
@@ -56,6 +57,7 @@ class Case:
     rotate: bool = False
     refits: int = 2
     calibrated: bool = True
+    feedback: bool = False  # of 4-bit keys' errors
 
     def parts(self) -> dict:
         generator, heads, dim = torch.Generator().manual_seed(self.tokens), KV_HEADS * self.group, self.form.head_dim
@@ -107,6 +109,8 @@ class Case:
             "static": self.form.static,
             "rotate": self.rotate,
             "refits": self.refits,
+            **dict(zip(("value_bits", "value_group_size", "value_static"), (0, 0, False), strict=True)),
+            "key_feedback": random_feedback(KV_HEADS, dim) if self.feedback and self.form.bits == 4 else None,
         }
 
     @property
@@ -257,6 +261,9 @@ def variants():
     yield 0.75, Case(tokens=200, group=4)
     yield 0.125, Case(norm=True, fold=True, calibrated=False)
     yield 0.0, Case(norm=True)
+    yield 1.0, Case(rotate=True, fold=True, tokens=70, feedback=True)
+    yield 0.5, Case(norm=True, interleaved=True, tokens=70, feedback=True)
+    yield 1.0, Case(rotate=True, tokens=1, group=4, feedback=True, bias=False, fold=True)
 
 
 @pytest.mark.gpu
@@ -367,10 +374,11 @@ def test_the_kernel_keeps_rows_in_registers(arch):
         (KVFormat(96, 16), torch.float32, 80, False, False),
     ):
         for every in (False, True):
-            steps = Steps(every, every, form.refits)
+            steps = Steps(every, every, form.refits, every and form.bits == 4)
             source = rope_append.source(form, dtype, steps, 64, 32, 8, rotary, interleaved, wide, every, every, every)
             found = cost(jit.compile_cubin("rope_append", source, arch)[1])
-            assert found["spills"] == found["stack"] == 0 and found["registers"] <= 80, (form, found)
+            assert found["spills"] == found["stack"] == 0, (form, found)
+            assert found["registers"] <= (100 if steps.feedback else 80), (form, found)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
@@ -381,4 +389,4 @@ def test_fold_adds_up(dim):
 
 def test_paths_say_what_serves():
     assert str(rope_append.path(torch.device("cpu"))) == "rope_append reference on cpu"
-    assert len({*itertools.chain(Case().parts())}) == 25  # the schema's arguments, the pages aside
+    assert len({*itertools.chain(Case().parts())}) == 29  # the schema's arguments, the pages aside

@@ -48,6 +48,10 @@ def kv(
         bool,
         typer.Option("--fold-values", help="Write v_proj and o_proj with a matrix between them that rounds better."),
     ] = False,
+    feedback: Annotated[
+        bool,
+        typer.Option("--feedback/--no-feedback", help="Make up for keys' rounding errors in channels rounded later."),
+    ] = True,
     memory: Memory = 1.0,
     dataset: Dataset = None,
     nsamples: Samples = None,
@@ -64,7 +68,7 @@ def kv(
     Run it last: commands that change weights leave a calibration behind. `tilepress.load` and `tilepress.hf` then generate with the packed cache.
     """
     recipe = tilepress.KVCache(
-        int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike, fold_values
+        int(bits) if bits.isdecimal() else bits, group_size, mode, rotation, budget, alike, fold_values, feedback
     )
     words = Words("calibrating", _result_text, _plan_text, {"memory_gib": memory})
     if make(model, output, recipe, reading(dataset, nsamples, seqlen, seed, bos), how, words):

@@ -1,8 +1,8 @@
 """The sidecar `kv_cache/` of an artifact: what was calibrated for its attention cache. Drawn in docs/format.md.
 
 A value of a channel is stored as x = mean + scale * (code * s + z), see kernels/kv_cache.py. The sidecar holds mean, scale and error
-weight of every channel, clip of every layer and, for static formats, (s, z). It belongs to the weights that it was calibrated with: a hash
-over names, shapes, dtypes and a sample of all tensors says which.
+weight of every channel, clip of every layer, for static formats (s, z), and for 4-bit keys the feedback of their rounding errors. It belongs to the
+weights that it was calibrated with: a hash over names, shapes, dtypes and a sample of all tensors says which.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 from tilepress.formats import TilepressError, UsageError, dtype_name, first_line
 from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.files import read_json, regular
-from tilepress.formats.kv_int4 import LEAST_SCALE, Forms, KVFormat, forms_of
+from tilepress.formats.kv_int4 import LEAST_SCALE, Forms, KVFormat, feeds_forward, forms_of
 
 FOLDER = "kv_cache"
 CONFIG_KEY = "tilepress_kv_cache"  # of config.json, names the folder
@@ -54,17 +54,21 @@ class CachedLayer(NamedTuple):
     value: Side
     form: Forms
     rotate: bool = False  # keys by a Hadamard matrix
+    feedback: Tensor | None = None  # of keys' rounding errors: int8 [KV heads, D / 4, D, 4], see kv_int4.py
 
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.key, self.value
 
     def to(self, device: torch.device | str) -> "CachedLayer":
-        return self._replace(key=self.key.to(device), value=self.value.to(device))
+        feedback = None if self.feedback is None else self.feedback.to(device)
+        return self._replace(key=self.key.to(device), value=self.value.to(device), feedback=feedback)
 
     def of_heads(self, first: int, end: int) -> "CachedLayer":
         """The part of some KV heads, such as a rank's."""
-        return self._replace(key=self.key.of_heads(first, end), value=self.value.of_heads(first, end))
+        feedback = None if self.feedback is None else self.feedback[first:end].contiguous()
+        key, value = (side.of_heads(first, end) for side in self.sides)
+        return self._replace(key=key, value=value, feedback=feedback)
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ def to_files(calibration: KVCalibration, weights: str) -> dict[str, bytes]:
                 tensors[f"layers.{number}.{what}_{part}"] = tensor.float().cpu().contiguous()
             if side.fixed is not None:
                 tensors[f"layers.{number}.{what}_fixed"] = side.fixed.cpu().contiguous()
+        if layer.feedback is not None:
+            tensors[f"layers.{number}.key_feedback"] = layer.feedback.cpu().contiguous()
     layers, mixed = calibration.layers, calibration.is_mixed
     rotations = ["hadamard" if layer.rotate else "none" for layer in layers]
     told = [[_told(layer.form.key), _told(layer.form.value)] for layer in layers]
@@ -293,7 +299,12 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
             groups = (heads, row.groups, 2)
             fixed = take(f"{stem}_fixed", groups, torch.float16, LEAST_SCALE) if row.static else None
             sides.append(Side(channels, fixed, float(clip)))
-        layers.append(CachedLayer(*sides, form, rotation == "hadamard"))
+        feedback = None
+        if form.key.bits == 4 and (name := f"layers.{number}.key_feedback") in tensors:
+            feedback = take(name, (heads, dim // 4, dim, 4), torch.int8, -127)
+            if not feeds_forward(feedback):
+                raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {name} moves channels that are rounded before", _AGAIN)
+        layers.append(CachedLayer(*sides, form, rotation == "hadamard", feedback))
     if tensors:
         raise TilepressError(f"{FOLDER}/{TENSORS_NAME}: {min(tensors)} is of no layer", _AGAIN)
     return KVCalibration(heads, tuple(layers), facts["refits"], facts)

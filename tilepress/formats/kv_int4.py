@@ -7,6 +7,9 @@ x = mean + scale * (code * s + z), with mean and scale calibrated per channel or
 s and z start from the row's extremes, drawn together by `clip`. Those of dynamic 4-bit formats are refitted `refits` times: by least squares to the
 codes that they gave, weighted by how much an error in each channel matters, and twice as far, where the next refits would lead. Errors and weights
 become whole numbers first, whose sums are exact in any order, so that a kernel gives the same bits.
+
+Keys of 4 bits may have error feedback: a row's channels are rounded in FEEDBACK_BLOCKS blocks, one after the other, and each block's errors move the
+channels behind it before these are rounded. What they move is calibrated (compress/kv/feedback.py), and nothing of it is stored with a row.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,11 @@ LEAST_SCALE = 2.0**-24  # of float16
 _FLOAT16_MAX = 65504.0
 # A refit counts errors in parts of a step, up to _FAR steps beyond the codes: parts times a group's size have so many bits, sums 31.
 _PART_BITS, _FAR, _STRETCH = 20, 2, 2
+FEEDBACK_BLOCKS, FEEDBACK_ONE = (
+    8,
+    64,
+)  # a block's channels, one eighth of a row, are rounded together; a feedback of so much is 1
+_ERROR_PARTS = 128  # of a step, in which errors are fed back, and up to so many
 
 
 @dataclass(frozen=True)
@@ -226,15 +234,17 @@ def quantize_rows(
     fixed: Tensor | None = None,
     clip: float = 1.0,
     refits: int = 0,
+    feedback: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y [..., heads, D] float32 -> codes uint8 of the same shape and float16 (scale, shift) [..., heads, G, 2], None for static formats.
 
-    weight [heads, D] of squared errors; fixed [heads, G, 2] the (scale, shift) of static formats; refits of dynamic 4-bit ones.
+    weight [heads, D] of squared errors; fixed [heads, G, 2] the (scale, shift) of static formats; refits of dynamic 4-bit ones; feedback of
+    4-bit rows, as `feedback_words` has it.
     """
     grouped = y.unflatten(-1, (form.groups, -1))
     if form.static:
         scale, shift = fixed.float().unsqueeze(-2).unbind(-1)
-        return _codes(grouped, scale, shift, form).to(torch.uint8).flatten(-2), None
+        return _fed_codes(grouped, scale, shift, form, feedback), None
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     middle, reach = (low + high) * 0.5, (high - low) * (0.5 * clip)
     scale, shift = _in_reach(reach * (2 / form.max_code), middle - reach)
@@ -243,8 +253,46 @@ def quantize_rows(
         for _ in range(refits):
             scale, shift = _refitted(grouped, importance, scale, shift, form)
     scale, shift = scale.to(torch.float16), shift.to(torch.float16)
-    codes = _codes(grouped, scale.float(), shift.float(), form)
-    return codes.to(torch.uint8).flatten(-2), torch.cat([scale, shift], -1)
+    return _fed_codes(grouped, scale.float(), shift.float(), form, feedback), torch.cat([scale, shift], -1)
+
+
+def feedback_words(feedback: Tensor) -> Tensor:
+    """Whole numbers [heads, D, D], what an error of each channel (the columns) adds to the others (the rows), as int8 [heads, D / 4, D, 4]: four columns
+    in a word, a column's rows side by side. The inverse is `feedback_matrix`."""
+    return feedback.unflatten(-1, (-1, 4)).movedim(-2, 1).to(torch.int8).contiguous()
+
+
+def feedback_matrix(words: Tensor) -> Tensor:
+    """The inverse of `feedback_words`."""
+    return words.movedim(1, -2).flatten(-2)
+
+
+def feeds_forward(words: Tensor) -> bool:
+    """Whether errors move channels of later blocks alone."""
+    matrix = feedback_matrix(words)
+    block = torch.arange(matrix.shape[-1], device=words.device) // (matrix.shape[-1] // FEEDBACK_BLOCKS)
+    return not bool(matrix[:, block[:, None] <= block].any())
+
+
+def _fed_codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat, feedback: Tensor | None) -> Tensor:
+    """Codes uint8 [..., heads, D] of grouped [..., heads, G, D / G].
+
+    An error is a whole number of parts of the row's largest step, so that sums of errors times feedback are exact in any order, in float32, too."""
+    place = (grouped - shift) / scale
+    if feedback is not None:
+        matrix, size = feedback_matrix(feedback).float(), form.head_dim // FEEDBACK_BLOCKS
+        step = scale.amax(-2, keepdim=True)
+        parts, back = scale / step * _ERROR_PARTS, step / scale * (1 / (_ERROR_PARTS * FEEDBACK_ONE))
+        for first in range(0, form.head_dim - size, size):
+            block = slice(first, first + size)
+            error = ((place - _nearest(place, form)) * parts).clamp(1 - _ERROR_PARTS, _ERROR_PARTS - 1).round()
+            moved = torch.einsum("hrc,...hc->...hr", matrix[..., block], error.flatten(-2)[..., block])
+            place = place + moved.view_as(place) * back
+    return _nearest(place, form).to(torch.uint8).flatten(-2)
+
+
+def _nearest(place: Tensor, form: KVFormat) -> Tensor:
+    return place.round().clamp(0, form.max_code)
 
 
 def _importance(weight: Tensor, form: KVFormat) -> Tensor:
@@ -278,10 +326,6 @@ def _in_reach(scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     return scale.clamp(LEAST_SCALE, _FLOAT16_MAX), shift.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
 
 
-def _codes(grouped: Tensor, scale: Tensor, shift: Tensor, form: KVFormat) -> Tensor:
-    return ((grouped - shift) / scale).round().clamp(0, form.max_code)
-
-
 def clamped_share(x: Tensor, form: KVFormat, channels: Tensor, fixed: Tensor) -> float:
     """The share of x [..., heads, D] that a static format cannot reach: more than half a step beyond its first or last
     code.
@@ -292,11 +336,18 @@ def clamped_share(x: Tensor, form: KVFormat, channels: Tensor, fixed: Tensor) ->
 
 
 def fake_quantize(
-    x: Tensor, form: KVFormat, channels: Tensor | None, fixed: Tensor | None, clip: float, rotate: bool, refits: int
+    x: Tensor,
+    form: KVFormat,
+    channels: Tensor | None,
+    fixed: Tensor | None,
+    clip: float,
+    rotate: bool,
+    refits: int,
+    feedback: Tensor | None = None,
 ) -> Tensor:
     """x [..., heads, D] as it comes back from the cache, float32."""
     if form.bits == 16:
         return x.to(torch.bfloat16).float()
     y = to_channels(x, channels, rotate)
-    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
+    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits, feedback)
     return from_channels(dequantize_rows(codes, fixed if scales is None else scales), channels, rotate)

@@ -18,7 +18,7 @@ from tilepress.kernels import arch, decode_attention_mma, jit, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.attention_ref import Cache, attend as _attend
 from tilepress.kernels.jit import VARIES, Launch
-from tilepress.kernels.kv_cache import UNLIKE, VALUE_FORM, check_calibration
+from tilepress.kernels.kv_cache import VALUE_FORM, check_calibration
 from tilepress.kernels.once import Planned, gathering
 
 _ARGUMENTS = (
@@ -187,7 +187,7 @@ def why_not(device: torch.device, form: Forms, dtype: torch.dtype) -> str | None
     if (why := jit.why_not(device)) is not None:
         return why
     if form.key != form.value:
-        return UNLIKE
+        return "keys and values of unlike forms, the kernel takes one form"
     if arch.kernel_for("decode_attention", device) != "decode_attention":
         return "the kernel needs a Hopper card"
     if form.head_dim not in (64, 128):

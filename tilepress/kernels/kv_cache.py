@@ -30,23 +30,25 @@ from tilepress.kernels.once import Planned, gathering
 
 THREADS = 128  # a warp for a row
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as kv_rows.cuh counts them
-CACHE_TAKES = (
-    "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_clip value_clip step norm tokens num_pages"
-)
+CACHE_TAKES = "pages* slots* key_channels* value_channels* key_fixed* value_fixed* key_feedback* key_clip value_clip norm tokens num_pages"
 CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # tensors, as kernels take them
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # 0 bits: values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
-QUANTIZATION = f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, {VALUE_FORM}"
-UNLIKE = "keys and values of unlike forms, the kernel takes one form"
+QUANTIZATION = (
+    f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, "
+    f"{VALUE_FORM}, Tensor? key_feedback=None"
+)
 library.define(f"kv_append(Tensor(a!) pages, Tensor key, Tensor value, Tensor slots, {QUANTIZATION}) -> ()")
 
 
-def _rows(x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int) -> Tensor:
+def _rows(
+    x: Tensor, form: KVFormat, channels, fixed, clip: float, rotate: bool, refits: int, feedback: Tensor | None = None
+) -> Tensor:
     if form.bits == 16:
         return x.to(torch.bfloat16).contiguous().view(torch.uint8)
     y = to_channels(x, channels, rotate) + 0.0  # no -0, which would be a row's least number, and its shift, by chance
-    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits)
+    codes, scales = quantize_rows(y, form, None if channels is None else channels[2], fixed, clip, refits, feedback)
     return row_bytes(codes, scales, form.bits)
 
 
@@ -64,15 +66,18 @@ class Steps(NamedTuple):
     channels: bool
     rotate: bool
     refits: int
+    feedback: bool = False
 
     @property
     def macros(self) -> dict[str, int]:
-        return {"CHANNELS": int(self.channels), "ROTATE": int(self.rotate), "REFITS": self.refits}
+        told = {"CHANNELS": self.channels, "ROTATE": self.rotate, "REFITS": self.refits, "FEEDBACK": self.feedback}
+        return {name: int(number) for name, number in told.items()}
 
 
 class Quantization(NamedTuple):
     """An append's last arguments, in their order: how it makes rows of keys and values. channels float32 [3, heads, D] are mean, scale and error weight,
-    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` is of the keys. Values have the keys' format unless `value_bits` is given."""
+    fixed float16 [heads, groups, 2] a static format's (scale, shift); `rotate` and `key_feedback` int8 [heads, D / 4, D, 4] (kv_int4.py) are of the keys.
+    Values have the keys' format unless `value_bits` is given."""
 
     key_channels: Tensor | None
     key_fixed: Tensor | None
@@ -88,6 +93,7 @@ class Quantization(NamedTuple):
     value_bits: int = 0
     value_group_size: int = 0
     value_static: bool = False
+    key_feedback: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -105,14 +111,23 @@ class Quantization(NamedTuple):
         if key.shape != value.shape or slots.shape != (tokens,):
             raise ValueError(f"keys {list(key.shape)}, values {list(value.shape)} and {list(slots.shape)} slots")
         check_calibration(self.tensors, heads, form)
-        if any(t is not None and t.device != pages.device for t in (key, value, slots, *self.tensors)):
+        if self.key_feedback is not None:
+            self._check_feedback(heads, form.key)
+        given = key, value, slots, *self.tensors, self.key_feedback
+        if any(t is not None and t.device != pages.device for t in given):
             raise ValueError("the arguments are on several devices")
         return form
 
+    def _check_feedback(self, heads: int, form: KVFormat) -> None:
+        wanted = heads, form.head_dim // 4, form.head_dim, 4
+        fed = self.key_feedback
+        if form.bits != 4 or fed.shape != wanted or fed.dtype != torch.int8:
+            raise ValueError(
+                f"feedback {list(fed.shape)} of {fed.dtype} for {form.name} keys: int8 {list(wanted)} of 4-bit ones"
+            )
+
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
-        if is_unlike(self):
-            return False
         return (
             jit.why_not(pages.device) is None
             and key.dtype == value.dtype
@@ -121,45 +136,47 @@ class Quantization(NamedTuple):
             and pages.is_contiguous()
             and pages.data_ptr() % 32 == 0
             and calibration_suits_kernels(self.tensors)
+            and (self.key_feedback is None or self.key_feedback.is_contiguous())
         )
 
-    def steps(self, form: KVFormat) -> Steps:
-        if form.bits == 16:
+    def steps(self, form: Forms) -> Steps:
+        sides = form.key, form.value
+        if all(side.bits == 16 for side in sides):
             return Steps(False, False, 0)
         channels = self.key_channels is not None or self.value_channels is not None
-        return Steps(channels, self.rotate, self.refits if form.bits == 4 and not form.static else 0)
+        refits = self.refits if any(side.bits == 4 and not side.static for side in sides) else 0
+        return Steps(channels, self.rotate, refits, self.key_feedback is not None)
 
     def store(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, form: Forms) -> None:
         """The reference of what kv_quantize.cuh does."""
         rows = (
-            _rows(key, form.key, self.key_channels, self.key_fixed, self.key_clip, self.rotate, self.refits),
-            _rows(value, form.value, self.value_channels, self.value_fixed, self.value_clip, False, self.refits),
+            _rows(key, form.key, *self[:3], self.rotate, self.refits, self.key_feedback),
+            _rows(value, form.value, *self[3:6], False, self.refits),
         )
         write_pages(pages, slots, *rows, form)
 
-    def launch_arguments(self, pages: Tensor, slots: Tensor, form: KVFormat) -> tuple[object, ...]:
+    def launch_arguments(self, pages: Tensor, slots: Tensor, form: Forms) -> tuple[object, ...]:
         """Return the first arguments of a kernel that appends, as CACHE_TAKES names them."""
         return (
             VARIES,
             VARIES,
-            *(0 if x is None else VARIES for x in self.tensors),
+            *(0 if x is None else VARIES for x in (*self.tensors, self.key_feedback)),
             jit.float_bits(0.5 * self.key_clip),
             jit.float_bits(0.5 * self.value_clip),
-            *_numbers_of(form),
+            norm_of(form),
             slots.shape[0],
             pages.shape[0],
         )
 
     def given(self, first: int) -> list[int]:
-        """Return the numbers of those of `tensors` that are given, in their order, where these are an op's arguments from `first` on."""
-        numbers = (first + self._fields.index(name) for name in CALIBRATION)
-        return [number for number, x in zip(numbers, self.tensors, strict=True) if x is not None]
+        """Return the numbers of a kernel's tensors that are given, in their order, where these are an op's arguments from `first` on."""
+        names = (*CALIBRATION, "key_feedback")
+        return [first + self._fields.index(name) for name in names if getattr(self, name) is not None]
 
 
-@functools.cache
-def _numbers_of(form: KVFormat) -> tuple[int, int]:
-    """Return a format's step and norm, as CACHE_TAKES names them."""
-    return jit.float_bits(2 / form.max_code), jit.float_bits((form.head_dim & -form.head_dim) ** -0.5)
+def norm_of(form: Forms) -> int:
+    """Return the bits of what a Hadamard matrix of the rows is multiplied with."""
+    return jit.float_bits((form.head_dim & -form.head_dim) ** -0.5)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,15 +190,6 @@ def forms_for(
             raise ValueError("the values' groups or static scales were given without value_bits")
         return key
     return forms_of(key, KVFormat(dim, value_bits, value_group_size, value_static))
-
-
-def is_unlike(arguments) -> bool:
-    """Return whether an op's arguments give values another form than keys."""
-    return arguments.value_bits > 0 and value_form(arguments) != (
-        arguments.bits,
-        arguments.group_size,
-        arguments.static,
-    )
 
 
 def value_form(arguments) -> tuple[int, int, bool]:
@@ -214,10 +222,13 @@ def calibration_suits_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
     ) and all(t is None or t.data_ptr() % 32 == 0 for t in tensors[:2])
 
 
-def row_macros(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> dict[str, int]:
+def row_macros(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> dict[str, int]:
     """Return what kv_rows.cuh is compiled with for inputs of a dtype and pages of `size` tokens."""
-    macros = {"D": form.head_dim, "BITS": form.bits, "SIZE": form.group_size or form.head_dim}
-    return {**macros, "STATIC": int(form.static), "PAGE_TOKENS": size, "KIND": KINDS[dtype], "BF16": 0}
+    macros = {"D": form.head_dim, "UNLIKE": int(form.key != form.value)}
+    for name, side in (("KEY", form.key), ("VALUE", form.value)):
+        numbers = {"BITS": side.bits, "SIZE": side.group_size or side.head_dim, "STATIC": int(side.static)}
+        macros |= {f"{name}_{what}": number for what, number in numbers.items()}
+    return macros | {"PAGE_TOKENS": size, "KIND": KINDS[dtype], "BF16": 0}
 
 
 def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantization) -> None:
@@ -228,12 +239,12 @@ def kv_append_ref(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *qua
     how.store(pages, key, value, slots, how.check(pages, key, value, slots))
 
 
-def append_source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> str:
+def append_source(form: Forms, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> str:
     return jit.source("sm80_kv_append.cu", **row_macros(form, dtype, size), **steps.macros)
 
 
 @functools.cache
-def _append_kernel(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> jit.Kernel:
+def _append_kernel(form: Forms, dtype: torch.dtype, steps: Steps, size: int = PAGE_TOKENS) -> jit.Kernel:
     takes = f"{CACHE_TAKES} key* value* key_token:8 key_head:8 value_token:8 value_head:8 heads"
     return jit.Kernel("kv_append", append_source(form, dtype, steps, size), takes, THREADS, overlaps=True)
 
@@ -262,7 +273,7 @@ def _plan(pages: Tensor, key: Tensor, value: Tensor, slots: Tensor, *quantizatio
 _append_cuda = Planned(_plan)
 
 
-def channels_of_lane(form: KVFormat) -> int:
+def channels_of_lane(form: Forms) -> int:
     """Return how many channels of a lane kv_rows.cuh loads at once."""
     return form.head_dim // 32 if form.head_dim & (form.head_dim - 1) == 0 else 1
 
@@ -291,13 +302,7 @@ def _(pages, *_):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_append", device.type, why_not(device, form), unlike_name(form))
-
-
-def why_not(device: torch.device, form: Forms | None) -> str | None:
-    """Return why the reference appends or reads back ("" for the CPU), or None where a kernel does; without a form, of any that kernels take."""
-    why = jit.why_not(device)
-    return UNLIKE if why is None and unlike_name(form) else why
+    return Path("kv_append", device.type, jit.why_not(device), unlike_name(form))
 
 
 def unlike_name(form: Forms | None) -> str:

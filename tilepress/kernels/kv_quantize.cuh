@@ -5,7 +5,9 @@
 // that a row's reads are under way together.
 //
 // Macros, beside those of kv_rows.cuh: CHANNELS 0: neither side is calibrated by channels; ROTATE 0 | 1: keys are;
-// REFITS of scales, of dynamic 4 bits.
+// REFITS of scales, where they are of dynamic 4 bits; FEEDBACK 0 | 1: of errors of 4-bit keys.
+
+#define REFITTED (BITS == 4 && !STATIC ? REFITS : 0)
 
 struct Min {
   static __device__ __forceinline__ float of(float a, float b) {
@@ -162,7 +164,7 @@ struct Scales {
     }
   }
 
-  __device__ __forceinline__ void of_extremes(const float (&v)[E], float half_clip, float step) {
+  __device__ __forceinline__ void of_extremes(const float (&v)[E], float half_clip) {
     int ends[2][PARTS];                       // least, and the negative of the largest
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
@@ -176,7 +178,7 @@ struct Scales {
     for (int p = 0; p < PARTS; ++p) {
       const float low = from_ordered(ends[0][p]), high = -from_ordered(ends[1][p]);
       const float middle = __fmul_rn(__fadd_rn(low, high), 0.5f), reach = __fmul_rn(__fsub_rn(high, low), half_clip);
-      set(p, __fmul_rn(reach, step), __fsub_rn(middle, reach));
+      set(p, __fmul_rn(reach, (float)(2. / MOST)), __fsub_rn(middle, reach));
     }
   }
 
@@ -267,9 +269,111 @@ __device__ __forceinline__ void store_row(const Place& place, const u32 (&number
   }
 }
 
+// Error feedback: channels are coded in eight blocks, a block being those of four lanes, and each block's errors move
+// the channels behind it. Other channels are moved by 0, so that all lanes do the same. The constants are those of
+// formats/kv_int4.py. A warp waits for seven blocks in turn, so each does as little as it can, in steps of the row's
+// scales; what is multiplied with is asked for before the row is known.
+#define FEEDBACK_ROOM (FEEDBACK && !IS_POWER(D) ? D / 16 : 1)  // floats of shared memory: two blocks' errors
+
+struct Feedback {
+  // A block's errors are E words, each of which a lane multiplies for E channels; AHEAD blocks are in registers.
+  static constexpr int BLOCKS = 8, AHEAD = E <= 2 ? BLOCKS - 1 : E <= 4 ? 3 : E <= 8, ERROR_PARTS = 128, ONE = 64;
+  static constexpr float TO_WHOLE = 12582912.f;  // a float has this and whole numbers below 2^22 in its lower bits
+  const u32* words = 0;                       // of the head
+  Raw<E, 0> ahead[AHEAD ? AHEAD : 1][AHEAD ? E : 1];
+
+  __device__ __forceinline__ void load(int block, int i) {
+    ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i : 0].load(words, (block * E + i) * D + FIRST);
+  }
+  __device__ __forceinline__ void load(const u32* of_heads, int head) {
+    words = of_heads + (long long)head * (D * D / 4);
+#pragma unroll
+    for (int block = 0; block < AHEAD; ++block)
+#pragma unroll
+      for (int i = 0; i < E; ++i) load(block, i);
+  }
+
+  // The errors of a block's channels, four in a word, for every lane.
+  static __device__ __forceinline__ void share(u32 (&words)[E], const u32 (&mine)[E], int block, u32* room) {
+    if constexpr (!IS_POWER(D)) {
+      signed char* errors = (signed char*)(room + block % 2 * E);
+      if (LANE / 4 == block)
+#pragma unroll
+        for (int j = 0; j < E; ++j) errors[LANE % 4 * E + j] = mine[j];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < E; ++i) words[i] = ((const u32*)errors)[i];
+    } else if constexpr (E >= 4) {
+#pragma unroll
+      for (int i = 0; i < E; ++i) {           // the word i of the block is of lane i / (E / 4)
+        const int j = i % (E / 4) * 4;
+        const u32 four = __byte_perm(__byte_perm(mine[j], mine[j + 1], 0x0040),
+                                     __byte_perm(mine[j + 2], mine[j + 3], 0x0040), 0x5410);
+        words[i] = __shfl_sync(ALL, four, block * 4 + i / (E / 4));
+      }
+    } else {
+      const u32 own = E == 1 ? mine[0] : __byte_perm(mine[0], mine[E - 1], 0x0040);
+      u32 of[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of[i] = __shfl_sync(ALL, own, block * 4 + i);
+      if constexpr (E == 1) {
+        words[0] = __byte_perm(__byte_perm(of[0], of[1], 0x0040), __byte_perm(of[2], of[3], 0x0040), 0x5410);
+      } else {
+        words[0] = __byte_perm(of[0], of[1], 0x5410);
+        words[E - 1] = __byte_perm(of[2], of[3], 0x5410);
+      }
+    }
+  }
+
+  // Codes of v; `room` is of FEEDBACK_ROOM words.
+  __device__ __forceinline__ void to_codes(u32 (&codes)[E], const float (&v)[E], const float (&scale)[PARTS],
+                                           const float (&shift)[PARTS], u32* room) {
+    int largest = 0;                          // positive floats have the order of their bits
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) largest = max(largest, __float_as_int(scale[p]));
+    const float step = __int_as_float(__reduce_max_sync(ALL, largest)), to_step = reciprocal(step);
+    float place[E], parts[PARTS], back[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      const float y = reciprocal(scale[p]);
+      parts[p] = __fmul_rn(quotient(scale[p], step, to_step), (float)ERROR_PARTS);
+      back[p] = __fmul_rn(quotient(step, scale[p], y), 1.f / (ERROR_PARTS * ONE));
+#pragma unroll
+      for (int j = p; j < E; j += PARTS) place[j] = quotient(__fsub_rn(v[j], shift[p]), scale[p], y);
+    }
+    if (!IS_POWER(D)) __syncwarp();
+#pragma unroll
+    for (int block = 0; block < BLOCKS - 1; ++block) {
+      u32 mine[E], of_block[E];
+      int moved[E];
+#pragma unroll
+      for (int j = 0; j < E; ++j) {
+        const float code = __fsub_rn(__fadd_rn(fminf(fmaxf(place[j], 0.f), MOST), TO_WHOLE), TO_WHOLE);
+        const float error = __fmul_rn(__fsub_rn(place[j], code), parts[j % PARTS]), most = ERROR_PARTS - 1;
+        mine[j] = __float_as_uint(__fadd_rn(fminf(fmaxf(error, -most), most), TO_WHOLE));  // its lowest byte
+        moved[j] = __float_as_int(TO_WHOLE);
+      }
+      share(of_block, mine, block, room);
+#pragma unroll
+      for (int i = 0; i < E; ++i) {
+        if (!AHEAD) load(block, i);
+        const Raw<E, 0>& by = ahead[AHEAD ? block % AHEAD : 0][AHEAD ? i : 0];
+#pragma unroll
+        for (int j = 0; j < E; ++j) moved[j] = __dp4a((int)by.words[j], (int)of_block[i], moved[j]);
+        if (AHEAD && block + AHEAD < BLOCKS - 1) load(block + AHEAD, i);
+      }
+#pragma unroll
+      for (int j = 0; j < E; ++j)
+        place[j] = __fadd_rn(place[j], __fmul_rn(__fsub_rn(__int_as_float(moved[j]), TO_WHOLE), back[j % PARTS]));
+    }
+#pragma unroll
+    for (int j = 0; j < E; ++j) codes[j] = whole(fminf(fmaxf(place[j], 0.f), MOST));
+  }
+};
+
 // Quantizes a row and stores it, if its place is there.
-__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, const Place& place,
-                                       float step, float norm, float* room) {
+__device__ __forceinline__ void append(float (&v)[E], const Side& side, const Calibration& of, Feedback& feedback,
+                                       const Place& place, float norm, float* room) {
   u32 numbers[E];
   if (BITS == 16) {
 #pragma unroll
@@ -277,7 +381,7 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
   } else {
     Importance importance;
     if (side.channels) {
-      if (REFITS) importance.load(of.weight);
+      if (REFITTED) importance.load(of.weight);
       bool plain = true;
 #pragma unroll
       for (int j = 0; j < E; ++j) plain &= is_plain(of.scale[j]);
@@ -290,15 +394,19 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
     if (side.rotate) hadamard(v, norm, room);
 #pragma unroll
     for (int j = 0; j < E; ++j) v[j] = __fadd_rn(v[j], 0.f);  // no -0, as in the reference
+    const auto round = [&](const float (&scale)[PARTS], const float (&shift)[PARTS]) {
+      if (FEEDBACK && BITS == 4 && feedback.words) feedback.to_codes(numbers, v, scale, shift, (u32*)room);
+      else to_codes(numbers, v, scale, shift);
+    };
     if (STATIC) {
-      to_codes(numbers, v, of.fixed[0], of.fixed[1]);
+      round(of.fixed[0], of.fixed[1]);
     } else {
       Scales scales;
-      scales.of_extremes(v, side.half_clip, step);
+      scales.of_extremes(v, side.half_clip);
 #pragma unroll
-      for (int i = 0; i < REFITS; ++i) scales.refit(v, importance);
+      for (int i = 0; i < REFITTED; ++i) scales.refit(v, importance);
       scales.round();
-      to_codes(numbers, v, scales.scale, scales.shift);
+      round(scales.scale, scales.shift);
 #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         if (place.is_there && (FIRST + p) % SIZE == 0)
@@ -306,4 +414,22 @@ __device__ __forceinline__ void append(float (&v)[E], const Side& side, const Ca
     }
   }
   if (place.is_there) store_row(place, numbers, (u32*)room);
+}
+
+// A row of memory, from element `at` on, quantized and stored; its bias is at `bias_at`, or 0.
+__device__ __forceinline__ void append_row(const void* x, long long at, const void* bias, int bias_at, const Side& side,
+                                           Feedback& feedback, int head, int heads, const Place& place, float norm,
+                                           float* room) {
+  Raw<E> raw, added;
+  raw.load(x, at + FIRST);
+  if (bias) added.load(bias, bias_at + FIRST);
+  Calibration calibration;
+  calibration.load(side, head, heads);
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();                        // earlier, the next kernel's blocks would be in the way of this one's
+#endif
+  float v[E];
+#pragma unroll
+  for (int j = 0; j < E; ++j) v[j] = bias ? rounded(__fadd_rn(raw[j], added[j])) : raw[j];
+  append(v, side, calibration, feedback, place, norm, room);
 }

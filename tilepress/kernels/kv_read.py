@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, from_channels
+from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, fake_quantize, from_channels
 from tilepress.formats.kv_pages import check_pages, page_tokens, read_pages
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
@@ -26,12 +26,11 @@ from tilepress.kernels.kv_cache import (
     calibration_suits_kernels,
     check_calibration,
     forms_for,
-    is_unlike,
+    norm_of,
     row_macros,
     unlike_name,
     value_form,
     values_of,
-    why_not,
 )
 from tilepress.kernels.once import Planned, gathering
 
@@ -101,7 +100,6 @@ class _Read(NamedTuple):
         """
         return (
             jit.why_not(self.pages.device) is None
-            and not is_unlike(self)
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()
@@ -128,13 +126,13 @@ def kv_read_ref(*arguments) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def source(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
+def source(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> str:
     """Return the source of a kernel that gives keys and values in a dtype, from pages of `size` tokens."""
     return jit.source("sm80_kv_read.cu", **row_macros(form, dtype, size))
 
 
 @functools.cache
-def _kernel(form: KVFormat, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
+def _kernel(form: Forms, dtype: torch.dtype, size: int = PAGE_TOKENS) -> jit.Kernel:
     return jit.Kernel("kv_read", source(form, dtype, size), _TAKES, THREADS, overlaps=True)
 
 
@@ -150,7 +148,7 @@ def _plan(*arguments) -> Callable:
         return gathering(_kv_read_cuda, scattered)
     sequences, heads, max_len, _ = read.shape
     numbers = (
-        jit.float_bits((form.head_dim & -form.head_dim) ** -0.5),
+        norm_of(form),
         int(read.rotate),
         sequences,
         heads,
@@ -178,6 +176,32 @@ def _(*arguments):
     return tuple(read.pages.new_empty(read.shape, dtype=read.out_dtype) for _ in range(2))
 
 
+def rounded(
+    x: Tensor,
+    form: KVFormat,
+    channels: Tensor | None,
+    fixed: Tensor | None,
+    clip: float,
+    rotate: bool,
+    refits: int,
+    feedback: Tensor | None = None,
+) -> Tensor:
+    """Return x [..., heads, D] as it comes back from the cache, float32: `fake_quantize` of kv_int4.py, to the bit. On a card with kernels it is
+    appended to pages and read back, two launches in place of some hundred."""
+    if form.bits == 16 or x.numel() == 0 or x.dtype not in KINDS or jit.why_not(x.device) is not None:
+        return fake_quantize(x, form, channels, fixed, clip, rotate, refits, feedback)
+    rows, side = x.flatten(0, -3), (channels, fixed, clip)
+    count, shape = len(rows), (form.bits, form.group_size, form.static, rotate)
+    numbers = torch.arange(-(-count // PAGE_TOKENS), dtype=torch.int32, device=x.device)
+    pages = torch.empty(len(numbers), x.shape[-2], form.page_bytes, dtype=torch.uint8, device=x.device)
+    slots = torch.arange(count, device=x.device)
+    torch.ops.tilepress.kv_append(pages, rows, rows, slots, *side, *side, *shape, refits, 0, 0, False, feedback)
+    stored, lengths = (channels, fixed) * 2, torch.full((1,), count, dtype=torch.int32, device=x.device)
+    where = pages, numbers[None], lengths, count
+    keys, _ = torch.ops.tilepress.kv_read(*where, *stored, form.head_dim, *shape, torch.float32)
+    return keys[0].transpose(0, 1).reshape(x.shape)
+
+
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_read", device.type, why_not(device, form), unlike_name(form))
+    return Path("kv_read", device.type, jit.why_not(device), unlike_name(form))

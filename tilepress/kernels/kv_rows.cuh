@@ -1,8 +1,25 @@
 // Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on.
 // Where a byte stands in its page is `page_order` of formats/kv_pages.py in closed form.
 //
-// Macros: D, a multiple of 32; BITS 4 | 8 | 16; SIZE of a group; STATIC 0 | 1; PAGE_TOKENS 16 | 32 | 64; KIND of the
-// input, 0 float32, 1 bfloat16, 2 float16. Rows begin at multiples of E elements where E is a power of two.
+// Keys and values may have forms of their own. So this file, and kv_quantize.cuh or kv_dequantize.cuh behind it, stand in
+// a namespace `of_keys` and, with UNLIKE, once more in `of_values`: BITS, SIZE and STATIC are keys' the first time.
+//
+// Macros: D, a multiple of 32; KEY_BITS, VALUE_BITS 4 | 8 | 16; KEY_SIZE, VALUE_SIZE of a group; KEY_STATIC,
+// VALUE_STATIC 0 | 1; UNLIKE 0 | 1; PAGE_TOKENS 16 | 32 | 64; KIND of the input, 0 float32, 1 bfloat16, 2 float16. Rows
+// begin at multiples of E elements where E is a power of two.
+
+#ifndef BITS
+#define BITS KEY_BITS
+#define SIZE KEY_SIZE
+#define STATIC KEY_STATIC
+#else
+#undef BITS
+#undef SIZE
+#undef STATIC
+#define BITS VALUE_BITS
+#define SIZE VALUE_SIZE
+#define STATIC VALUE_STATIC
+#endif
 
 #define E (D / 32)                            // channels of a lane
 #define LANE ((int)(threadIdx.x % 32))
@@ -10,10 +27,14 @@
 #define GROUPS (D / SIZE)
 #define CODE_BYTES (D * BITS / 8)
 #define SCALE_BYTES (STATIC || BITS == 16 ? 0 : 4 * GROUPS)
-#define ROW_BYTES (CODE_BYTES + SCALE_BYTES)
+#define KEY_CODE_BYTES (D * KEY_BITS / 8)
+#define KEY_SCALE_BYTES (KEY_STATIC || KEY_BITS == 16 ? 0 : 4 * (D / KEY_SIZE))
+#define VALUE_CODE_BYTES (D * VALUE_BITS / 8)
+#define VALUE_SCALE_BYTES (VALUE_STATIC || VALUE_BITS == 16 ? 0 : 4 * (D / VALUE_SIZE))
+#define TOKEN_BYTES (KEY_CODE_BYTES + VALUE_CODE_BYTES + KEY_SCALE_BYTES + VALUE_SCALE_BYTES)
 #define UNIT SMALLER(PAGE_TOKENS, 32)         // tokens whose codes and scales lie together
-#define UNIT_BYTES (2 * UNIT * ROW_BYTES)     // keys and values
-#define PAGE_BYTES (PAGE_TOKENS * 2ll * ROW_BYTES)
+#define UNIT_BYTES (UNIT * TOKEN_BYTES)       // keys and values
+#define PAGE_BYTES (PAGE_TOKENS * (long long)TOKEN_BYTES)
 #define MOST ((1 << BITS) - 1)
 #define ALL (~0u)
 #define BLOCK (D & -D)                        // of the Hadamard matrix
@@ -21,7 +42,7 @@
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 #define PARTS (IS_POWER(D) ? 1 : E)           // a lane's channels are of one group, or of one each
 #define SPLITS_BYTES (BITS == 4 && E % 2)     // between lanes
-#define ROOM (IS_POWER(D) && !SPLITS_BYTES ? 1 : D)  // floats of shared memory that a warp needs
+#define ROOM (IS_POWER(D) && E % 2 == 0 ? 1 : D)  // floats of shared memory that a warp needs
 
 __device__ __forceinline__ u16 to_half(float v) { u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 __device__ __forceinline__ u16 to_bfloat(float v) {
@@ -30,6 +51,9 @@ __device__ __forceinline__ u16 to_bfloat(float v) {
   return (u16)r;
 }
 __device__ __forceinline__ float from_bfloat(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float rounded(float v) {  // to the input's dtype
+  return KIND == 0 ? v : KIND == 1 ? from_bfloat(to_bfloat(v)) : half_to_float(to_half(v));
+}
 
 // COUNT neighbours as memory has them, of a KIND: asked for at once, looked at later.
 template <int COUNT, int OF = KIND> struct Raw {
@@ -142,14 +166,14 @@ struct Place {  // of a row in the pages
   }
   __device__ __forceinline__ unsigned char* value_byte(int channel) const {  // the one that the channel begins in
     const int g = channel / 16, pair = token % 8 / 2, second = token % 2;
-    unsigned char* codes = page + UNIT * CODE_BYTES + eight();
+    unsigned char* codes = page + UNIT * KEY_CODE_BYTES + eight();
     if (BITS == 4) return codes + ((g * 4 + pair) * 4 + channel / 4 % 4) * 4 + second * 2 + channel / 2 % 2;
     if (BITS == 8) return codes + ((channel / 8 % 2 * (D / 16) + g) * 4 + pair) * 16 + channel % 8 * 2 + second;
     return codes + ((channel / 4 % 4 * (D / 16) + g) * 4 + pair) * 16 + channel % 4 * 4 + second * 2;
   }
   // A group's scale; the shift follows it, but in values of several groups another token's scale stands between.
   __device__ __forceinline__ unsigned char* scale_byte(int g) const {
-    unsigned char* scales = page + 2 * UNIT * CODE_BYTES + is_value * UNIT * SCALE_BYTES;
+    unsigned char* scales = page + UNIT * (KEY_CODE_BYTES + VALUE_CODE_BYTES) + is_value * UNIT * KEY_SCALE_BYTES;
     if (is_value && GROUPS > 1)
       return scales + (((token / 16 * GROUPS + g) * 4 + token % 8 / 2) * 2 + token / 8 % 2) * 8 + token % 2 * 2;
     return scales + ((token % 8 * GROUPS + g) * (UNIT / 8) + token / 8) * 4;

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilepress.formats.kv_int4 import Forms, KVFormat, hadamard
+from tilepress.formats.kv_int4 import Forms, hadamard
 from tilepress.formats.kv_pages import page_tokens
 from tilepress.kernels import jit, library
 from tilepress.kernels.arch import Path
@@ -40,7 +40,6 @@ from tilepress.kernels.kv_cache import (
     is_in_rows,
     row_macros,
     unlike_name,
-    why_not,
 )
 from tilepress.kernels.once import Planned, gathering
 
@@ -175,7 +174,7 @@ class _Rows(NamedTuple):
         how.store(pages, key, value, self.slots, form)
         return (_folded(query, how) if self.fold and form.key.bits < 16 else query).contiguous()
 
-    def scattered(self, form: KVFormat) -> list[int]:
+    def scattered(self, form: Forms) -> list[int]:
         """Return the numbers of the op's arguments that do not lie as sm80_rope_append.cu reads them."""
         width = channels_of_lane(form)
         angles = max(1, width // 2) if self.interleaved else width
@@ -184,7 +183,7 @@ class _Rows(NamedTuple):
         lie = {name: getattr(self, name) is None or is_in_rows(getattr(self, name), widths[name]) for name in widths}
         return [_NUMBER[name] for name in lie if not lie[name]] + [_NUMBER["slots"]] * (not self.slots.is_contiguous())
 
-    def launch(self, pages: Tensor, how: Quantization, form: KVFormat) -> Callable:
+    def launch(self, pages: Tensor, how: Quantization, form: Forms) -> Callable:
         """Return what runs the op for arguments like these."""
         (tokens, heads, _), kv_heads, dtype = self.query.shape, self.key.shape[1], self.key.dtype
         out = jit.like(self.query.shape, dtype, pages.device)
@@ -230,7 +229,7 @@ def rope_append_ref(pages: Tensor, *arguments) -> Tensor:
     return rows.reference(pages, how, rows.check(pages, how))
 
 
-def source(form: KVFormat, dtype: torch.dtype, steps: Steps, size: int, *shape: int) -> str:
+def source(form: Forms, dtype: torch.dtype, steps: Steps, size: int, *shape: int) -> str:
     """Return the source of a kernel for pages of `size` tokens; `shape` has what `_SHAPE` names."""
     macros = {name: int(number) for name, number in zip(_SHAPE, shape, strict=True)}
     macros |= {**row_macros(form, dtype, size), **steps.macros, "WARPS": _THREADS // 32}
@@ -266,4 +265,4 @@ def _(pages, query, *_):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("rope_append", device.type, why_not(device, form), unlike_name(form))
+    return Path("rope_append", device.type, jit.why_not(device), unlike_name(form))

@@ -10,15 +10,24 @@
 // float32, the result is rounded. BIASES, NORMS 0: none of them; FOLD 1: queries get the keys' scale and rotation.
 // WARPS of a block. Grid: WARPS rows a block.
 
+namespace of_keys {
 #include "kv_rows.cuh"
 #include "kv_quantize.cuh"
+}
+#if UNLIKE
+namespace of_values {
+#include "kv_rows.cuh"
+#include "kv_quantize.cuh"
+}
+#endif
+using namespace of_keys;
 
 #define HALF (ROTARY / 2)
 #define ANGLES (INTERLEAVED ? (E + 1) / 2 : E)  // of a lane's channels
 // A lane's channels turn together, with those of one other lane or with each other, and its angles are neighbours.
 #define REGULAR (IS_POWER(D) && (!INTERLEAVED || E > 1) && HALF % ANGLES == 0)
 #undef ROOM
-#define ROOM (REGULAR && !SPLITS_BYTES ? 1 : D)
+#define ROOM (REGULAR && E % 2 == 0 ? 1 : D)
 
 // The sum of a row: halves are added, which are another lane's or a lane's own channels, while the size is even; the
 // rest from left to right. Two lanes that add the same share the work: each sends the half of its sums that the other
@@ -63,9 +72,6 @@ __device__ __forceinline__ float fold(float (&t)[E], float* room) {
 // Strides in elements; [heads, D] or 0; [D] or 0.
 struct Row { const void* x; long long token_stride, head_stride; const void* bias; const void* norm; };
 
-__device__ __forceinline__ float rounded(float v) {
-  return KIND == 0 ? v : KIND == 1 ? from_bfloat(to_bfloat(v)) : half_to_float(to_half(v));
-}
 __device__ __forceinline__ float between(float v) { return WIDE ? v : rounded(v); }
 
 // Where channel i of the rotated ones has its cosine.
@@ -124,8 +130,9 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
             const float* value_channels,            // float32 [3, KV_HEADS, D] or null
             const u16* key_fixed,                   // fp16 [KV_HEADS, groups, 2] or null
             const u16* value_fixed,                 // fp16 [KV_HEADS, groups, 2] or null
+            const u32* key_feedback,                // int8 [KV_HEADS, D / 4, D, 4] or null, with FEEDBACK
             float key_clip, float value_clip,       // halves of them
-            float step, float norm, int tokens, int num_pages,
+            float norm, int tokens, int num_pages,
             void* out,                              // [tokens, HEADS, D] of KIND
             const void* query,                      // [tokens, HEADS, D] of KIND, strides in elements
             const void* key,                        // [tokens, KV_HEADS, D] of KIND
@@ -141,17 +148,19 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
             const void* cosines,                    // [tokens, HALF], float32 or of KIND
             const void* sines,                      // [tokens, HALF], likewise
             long long cosine_token, long long sine_token) {
-  __shared__ float rooms[WARPS][ROOM];
+  __shared__ __align__(16) float rooms[WARPS][ROOM > FEEDBACK_ROOM ? ROOM : FEEDBACK_ROOM];
   float* room = rooms[threadIdx.x / 32];
-#if __CUDA_ARCH__ >= 900
-  wait_for_grid();
-#endif
   constexpr u32 ROWS = HEADS + 2 * KV_HEADS;  // of a token
   const u32 row = blockIdx.x * WARPS + threadIdx.x / 32, number = row % ROWS;
   const int token = row / ROWS, before = number * (2 * KV_HEADS) / ROWS;  // rows of keys and values
-  if (token >= tokens) return;
   const bool is_query = (number + 1) * (2 * KV_HEADS) / ROWS == before, is_value = !is_query && before % 2;
   const int head = is_query ? number - before : before / 2, kv_head = is_query ? head / (HEADS / KV_HEADS) : head;
+  Feedback feedback;                          // is no kernel's before this one
+  if (FEEDBACK && key_feedback && !is_query && !is_value) feedback.load(key_feedback, head);
+#if __CUDA_ARCH__ >= 900
+  wait_for_grid();
+#endif
+  if (token >= tokens) return;
   const Row of = is_query   ? Row{query, query_token, query_head, BIASES ? query_bias : 0, NORMS ? query_norm : 0}
                  : is_value ? Row{value, value_token, value_head, BIASES ? value_bias : 0, 0}
                             : Row{key, key_token, key_head, BIASES ? key_bias : 0, NORMS ? key_norm : 0};
@@ -160,6 +169,15 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   const long long at = token * of.token_stride + head * of.head_stride;
 
   const long long slot = slots[token];
+#if UNLIKE
+  if (is_value) {
+    const of_values::Side own{CHANNELS ? value_channels : 0, value_fixed, value_clip, 0};
+    of_values::Feedback none;
+    const of_values::Place place(pages, num_pages, slot, head, KV_HEADS, true);
+    of_values::append_row(value, at, of.bias, head * D, own, none, head, KV_HEADS, place, norm, room);
+    return;
+  }
+#endif
   Raw<E> raw, bias, weight;
   Angles cosine, sine;
   raw.load(of.x, at + FIRST);
@@ -189,10 +207,10 @@ rope_append(unsigned char* pages,                   // uint8 [num_pages, KV_HEAD
   }
   if (!is_value) rope(v, cosine, sine, room);
   if (!is_query) {
-    append(v, side, calibration, Place(pages, num_pages, slot, head, KV_HEADS, is_value), step, norm, room);
+    append(v, side, calibration, feedback, Place(pages, num_pages, slot, head, KV_HEADS, is_value), norm, room);
     return;
   }
-  if (BITS < 16 && FOLD) {
+  if (KEY_BITS < 16 && FOLD) {
     if (side.channels)
 #pragma unroll
       for (int j = 0; j < E; ++j) v[j] = __fmul_rn(v[j], calibration.scale[j]);

@@ -43,11 +43,13 @@ class PackedLayer:
 
     def __init__(self, layer: CachedLayer, refits: int, device: torch.device | str):
         self.sides, self.rotate, self.refits, self.device = layer.to(device).sides, layer.rotate, refits, device
+        self.feedback = None if layer.feedback is None else layer.feedback.to(device)
         self.layer_form, (self.form, self.value_form) = layer.form, op_forms(layer.form)
 
     def move(self, device: torch.device) -> None:
         """Move the calibration to another device."""
         self.sides, self.device = tuple(side.to(device) for side in self.sides), device
+        self.feedback = None if self.feedback is None else self.feedback.to(device)
 
     def append(
         self, pages: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, rope: Rope | None, fold: bool
@@ -57,7 +59,7 @@ class PackedLayer:
         With `rope`, keys and queries get their norms and RoPE first. With `fold` the query comes back as `decode` wants it with `folded`: it has the keys'
         scale and rotation, rounded to its dtype once more (kernels/rope_append.py). Without `rope` nothing is folded."""
         keys, values = self.sides
-        quantization = *keys, *values, *self.form, self.rotate, self.refits, *self.value_form
+        quantization = *keys, *values, *self.form, self.rotate, self.refits, *self.value_form, self.feedback
         if rope is None:
             ops.kv_append(pages, key, value, slots, *quantization)
             return query

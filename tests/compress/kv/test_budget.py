@@ -113,7 +113,8 @@ def test_a_mixed_cache_is_what_its_sidecar_says(searched, checkpoint_of, tmp_pat
             turned = facts["rotation"][number] == "hadamard" and i == 0
             rows = x[0].transpose(0, 1)
             side = layers[number].sides[i]
-            back.append(fake_quantize(rows, form, *side, turned, facts["refits"]).transpose(0, 1)[None])
+            fed = layers[number].feedback if i == 0 and form.bits == 4 else None
+            back.append(fake_quantize(rows, form, *side, turned, facts["refits"], fed).transpose(0, 1)[None])
         return sdpa_attention_forward(module, query, *back, mask, **options)
 
     AttentionInterface.register("rounded_by_hand", rounded)

@@ -110,7 +110,7 @@ def test_forms_under_a_budget_with_folded_values(checkpoint_of, tmp_path):
     dense, model = (tilepress.load(folder, dtype=torch.float32) for folder in (source, tmp_path / "out"))
     with torch.no_grad():
         expected, found = (each(ids).logits for each in (dense, model))
-    assert 0 < float((found - expected).norm() / expected.norm()) < 0.1
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.15
 
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(checkpoint_of, tmp_path, monkeypatch):

@@ -148,7 +148,8 @@ def test_simulation_changes_keys_and_values_alone(model, tokenizer, monkeypatch)
     layer = calibration.layers[0]
     for i, rotate in ((1, layer.rotate), (2, False)):
         exact = results["off"][i][0].transpose(0, 1)
-        expected = fake_quantize(exact, layer.form, *layer.sides[i - 1], rotate, calibration.refits)
+        fed = layer.feedback if i == 1 else None
+        expected = fake_quantize(exact, layer.form, *layer.sides[i - 1], rotate, calibration.refits, fed)
         torch.testing.assert_close(results["sim"][i][0].transpose(0, 1), expected)
         assert not torch.equal(exact, expected)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilepress.compress.kv.attention import AttentionShape, LayerSeen, Watch, rotary_dim
 from tilepress.compress.kv.budget import Option, assign
 from tilepress.compress.kv.fold import Folds, learned, pair_of, passes
-from tilepress.compress.kv.search import Search, candidates, choose
+from tilepress.compress.kv.search import Candidate, Search, candidates, choose
 from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.walk import HIDDEN, Found, Layer, Visitor, Walk
 from tilepress.compress.run.plan import Plan, Progress
@@ -39,6 +39,7 @@ class Settings:
     budget: float | None = None  # mean bits of a number; None: the one form serves all layers
     alike: bool = False  # a layer's keys and values have one form
     folds: bool = False  # values are stored times a matrix that is folded into the weights
+    feeds_back: bool = True  # errors of 4-bit keys
     units: int = 1  # that a layer counts in progress
 
 
@@ -91,12 +92,10 @@ class _Search(Visitor):
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         search, found, tensors = self._search(layer)
         for rotate in self.settings.rotations:
-            *sides, facts = choose(search, self.settings.forms[0], rotate)
+            *chosen, facts = choose(search, self.settings.forms[0], rotate)
             found[_key(rotate)] = [{"layer": layer.number} | facts | self._fold_told(search)]
-            for what, side in zip(("key", "value"), sides, strict=True):
-                for part, tensor in zip(("channels", "fixed"), side[:2], strict=True):
-                    if tensor is not None:
-                        tensors[f"{_key(rotate)}.{layer.number}.{what}.{part}"] = tensor
+            for what, one in zip(_SIDES, chosen, strict=True):
+                tensors |= _tensors(f"{_key(rotate)}.{layer.number}.{what}", one)
         return found, {} if layer.ranks.rank else tensors  # every rank has them
 
     def _search(self, layer: Layer) -> tuple[Search, dict[str, list], dict[str, Tensor]]:
@@ -107,7 +106,7 @@ class _Search(Visitor):
         tensors = {f"{layer.number}.fold": seen.fold} if pair else {}
         facts = {"folds": [[layer.names[path] for path in pair or ()]]} if self.settings.folds else {}
         together = TOGETHER.get(self.watch.model.device.type, 1)
-        return Search(seen, together, layer.ranks), facts, tensors
+        return Search(seen, together, layer.ranks, self.settings.feeds_back), facts, tensors
 
     def _fold(self, layer: Layer, seen: LayerSeen) -> tuple[str, str] | None:
         """Fold a layer's values and return the paths of the modules that take the fold; None for a layer that does not let it through."""
@@ -143,8 +142,9 @@ class _Search(Visitor):
         """Yield the layers with the chosen rotation."""
         rotates = found.facts["rotates"]
         for told in found.facts["report"]:
-            sides = (_side(found, f"{_key(rotates)}.{told['layer']}.{what}", told[f"{what}_clip"]) for what in _SIDES)
-            yield CachedLayer(*sides, self.settings.forms[0], rotates)
+            stem = f"{_key(rotates)}.{told['layer']}"
+            sides = (_side(found, f"{stem}.{what}", told[f"{what}_clip"]) for what in _SIDES)
+            yield CachedLayer(*sides, self.settings.forms[0], rotates, found.get(f"{stem}.key.feedback"))
 
     def units(self, layer: Layer) -> int:
         return self.settings.units
@@ -168,11 +168,9 @@ class _BudgetSearch(_Search):
                 for one in tried
             ]
             for i, one in enumerate(tried):
-                for part, tensor in zip(("channels", "fixed"), one.side[:2], strict=True):
-                    if tensor is not None:
-                        tensors[f"{layer.number}.{what}.{i}.{part}"] = tensor
+                tensors |= _tensors(f"{layer.number}.{what}.{i}", one)
             usual = tried[self.settings.forms.index(KVFormat(self.shape.head_dim))]
-            rounded[what] = search.back(what, usual.form, usual.side, usual.rotate)
+            rounded[what] = search.back(what, usual.form, usual.side, usual.rotate, usual.feedback)
         error = max(search.error(**rounded), 1e-30)
         if not layer.ranks.rank:
             seen_first = {what: rows[0][0] for what, rows in rounded.items()}
@@ -217,7 +215,8 @@ class _BudgetSearch(_Search):
         for number, one in enumerate(found.facts["chosen"]):
             sides = (_side(found, f"{number}.{what}.{one[what]['form']}", one[what]["clip"]) for what in _SIDES)
             form = forms_of(*(self.settings.forms[one[what]["form"]] for what in _SIDES))
-            yield CachedLayer(*sides, form, one["key"]["rotate"])
+            feedback = found.get(f"{number}.key.{one['key']['form']}.feedback")
+            yield CachedLayer(*sides, form, one["key"]["rotate"], feedback)
 
 
 _SIDES = ("key", "value")
@@ -230,6 +229,12 @@ def _key(rotate: bool) -> str:
 
 def _folds(facts: dict) -> dict:
     return {"folds": facts["folds"]} if "folds" in facts else {}
+
+
+def _tensors(stem: str, chosen: Candidate) -> dict[str, Tensor]:
+    """Return what is kept of keys or values."""
+    parts = {"channels": chosen.side.channels, "fixed": chosen.side.fixed, "feedback": chosen.feedback}
+    return {f"{stem}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
 
 
 def _side(found: Found, stem: str, clip: float) -> Side:

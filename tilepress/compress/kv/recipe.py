@@ -38,6 +38,7 @@ class KVCache(Recipe):
     budget: float | None = None  # of "auto": mean bits of a stored number, scales counted
     alike: bool = False  # of "auto": keys and values of a layer have one form, as kernels take it
     fold_values: bool = False  # store values times a matrix that `v_proj` and `o_proj` take: weights are written then
+    feedback: bool = True  # keys of 4 bits are rounded block by block, and a block's errors made up for in the next
 
     command = "compress kv"
     together = True
@@ -98,7 +99,8 @@ class KVCache(Recipe):
         }
         if self.bits == "auto":
             chosen = {"bits": "auto", "budget": self.budget, "alike": self.alike, "rotation": self.rotation}
-        return chosen | ({"fold_values": True} if self.fold_values else {}) | text.described()
+        chosen |= {"fold_values": True} if self.fold_values else {}
+        return chosen | ({} if self.feedback else {"feedback": False}) | text.described()
 
     def check(self, inputs: Inputs, targets: list[Target], left_alone: list[LeftAlone]) -> None:
         head_dim = attention_shape(inputs.checkpoint, inputs.trust_remote_code).head_dim
@@ -154,6 +156,7 @@ class KVCache(Recipe):
             self.budget,
             self.alike,
             self.fold_values,
+            self.feedback,
             self._units(plan),
         )
         return {"folds": calibrate(plan, settings, device, progress, ranks)}

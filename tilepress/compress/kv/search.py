@@ -9,6 +9,9 @@ the expected error of a score proportional to sum(k_c^2 / a_c^2) * sum(q_c^2 a_c
 root mean squares: there scale = (k / q)^alpha. An error of query i's score for key t reaches its output o_i times a_it * |v_t - o_i|, a_it the
 attention: of queries that look at the first token alone nothing does. So q is also tried with these squares as weights (`Search.reaching`).
 
+Errors of 4-bit keys are fed back to channels that are rounded later (feedback.py). What is left then depends less on the directions that queries look
+in, and more on how narrow a row is: so rotated keys with feedback have scale = k^alpha / q^beta, beta mostly less than alpha (`FED`).
+
 A text's first token takes much of the attention of every later one in most trained models (an attention sink: Xiao et al. 2024, arXiv 2309.17453), so
 its rounding error, unlike others, averages out nowhere; and its key and value hardly depend on the text (massive activations: Sun et al. 2024, arXiv
 2402.17762). So means may be moved, by at most half a step of that row, until it lies on the grid of its own codes: it is stored exactly, and other rows find
@@ -27,12 +30,15 @@ import torch
 from torch import Tensor
 
 from tilepress.compress.kv.attention import LayerSeen, Sample, by_pairs
+from tilepress.compress.kv.feedback import feedback_for
 from tilepress.formats.kv_calibration import Side
 from tilepress.formats.kv_int4 import LEAST_SCALE, KVFormat, clamped_share, fake_quantize
+from tilepress.kernels.kv_read import rounded
 from tilepress.ranks import ALONE, Ranks
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROTATED_ALPHAS = (0.25, 0.5, 0.75)
+FED = ((0.5, 0.1), (0.6, 0.3), (0.75, 0.25))  # (alpha, beta) of rotated keys with feedback
 CLIPS = {False: (1.0, 0.95, 0.9, 0.85), True: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}  # by whether the format is static
 
 
@@ -45,6 +51,7 @@ class Candidate(NamedTuple):
     cost: float  # relative squared error of the attention's output with this side quantized alone
     facts: dict  # of each KV head alpha, in 4 bits whether the first token is stored exactly, rotated whether queries are weighted; clip
     heads: list[float]  # what each KV head has of the cost
+    feedback: Tensor | None = None  # of 4-bit keys
 
 
 class _Point(NamedTuple):
@@ -54,6 +61,7 @@ class _Point(NamedTuple):
     clip: float
     weighted: bool = False  # scales of rotated keys follow from `Search.reaching`
     exact: bool = False  # means are moved until the first token is stored exactly
+    beta: float | None = None  # of rotated keys whose errors are fed back
 
 
 class Search:
@@ -62,8 +70,9 @@ class Search:
     Ranks have some of the windows each, and every error is of all.
     Windows of a length are worked on together where their keys are `together` numbers or fewer."""
 
-    def __init__(self, seen: LayerSeen, together: int = 1, ranks: Ranks = ALONE):
+    def __init__(self, seen: LayerSeen, together: int = 1, ranks: Ranks = ALONE, feeds_back: bool = True):
         self.seen, self._found, self.samples, self.ranks = seen, {}, seen.together(together), ranks
+        self.feeds_back = feeds_back  # errors of 4-bit keys
         self.weights = [weights(sample, seen) for sample in self.samples]
         self.exact = [attend(sample, seen, given) for given, sample in zip(self.weights, self.samples, strict=True)]
         shares = [share for given in self.weights for share in given[..., 0].mean((1, 2, 3))]
@@ -78,6 +87,26 @@ class Search:
 
         The first token is left out: where it takes much attention it is stored exactly."""
         powers = torch.zeros_like(self.seen.query_power)
+        for sample, met in zip(self.samples, self._met, strict=True):
+            of_windows = torch.einsum("whgn,whgnd->whd", met, sample.query.square())
+            for power in of_windows:  # one by one: sums do not depend on which came together
+                powers += power
+        return self.ranks.sum(powers)
+
+    @cached_property
+    def moments(self) -> Tensor:
+        """Return the second moments of queries, weighted as in `reaching`: [KV heads, D, D] float64."""
+        size = self.seen.shape.head_dim
+        total = torch.zeros(*self.seen.query_power.shape, size, dtype=torch.float64, device=self.seen.longest.device)
+        for sample, met in zip(self.samples, self._met, strict=True):
+            for weight, query in zip(met, sample.query, strict=True):
+                total += torch.einsum("hgnd,hgne->hde", weight[..., None] * query, query)
+        return self.ranks.sum(total)
+
+    @cached_property
+    def _met(self) -> list[Tensor]:
+        """Return how much of the errors that each sampled query meets reaches its output: [windows, KV heads, queries per KV head, n] of each sample."""
+        found = []
         for sample, given, out in zip(self.samples, self.weights, self.exact, strict=True):
             off = torch.einsum("whgnd,whtd->whgnt", out, sample.value) * -2
             off += sample.value.square().sum(-1)[:, :, None, None] + out.square().sum(-1)[..., None]
@@ -85,10 +114,8 @@ class Search:
             slope = 1 - (self.seen.scores.capped(raw_scores(sample, self.seen)) / cap).square() if cap else 1.0
             met = (given * slope).square() * off.clamp(min=0)
             met[..., 0] = 0
-            of_windows = torch.einsum("whgn,whgnd->whd", met.sum(-1), sample.query.square())
-            for power in of_windows:  # one by one: sums do not depend on which came together
-                powers += power
-        return self.ranks.sum(powers)
+            found.append(met.sum(-1))
+        return found
 
     def errors(self, **quantized: list[Tensor]) -> Tensor:
         """Return the squared error of each KV head's outputs with keys, values or both of the samples replaced: [KV heads] float64.
@@ -111,11 +138,11 @@ class Search:
         """Return the relative squared error of the layer's outputs."""
         return float(self.errors(**quantized).sum())
 
-    def back(self, what: str, form: KVFormat, side: Side, rotate: bool) -> list[Tensor]:
+    def back(self, what: str, form: KVFormat, side: Side, rotate: bool, feedback: Tensor | None = None) -> list[Tensor]:
         """Return the samples' keys or values [windows, heads, tokens, D] float32 as they come back from the cache."""
         turned = rotate and what == "key"
         rows = (self.seen.stored(what, getattr(sample, what)).transpose(1, 2) for sample in self.samples)
-        found = (fake_quantize(x, form, *side, turned, form.refits).transpose(1, 2) for x in rows)
+        found = (rounded(x, form, *side, turned, form.refits, feedback).transpose(1, 2) for x in rows)
         return [self.seen.unstored(what, x) for x in found]
 
     def best(self, what: str, form: KVFormat, rotate: bool) -> Candidate:
@@ -129,9 +156,48 @@ class Search:
         if form.bits == 16:
             errors = self.errors(**{what: self.back(what, form, Side(None), False)})
             return Candidate(form, False, Side(None), float(errors.sum()), {}, errors.tolist())
+        feeds_back = self.feeds_back and what == "key" and form.bits == 4
+        sides = self._grid(what, form, rotate, feeds_back)
+        fed = {}
+        if feeds_back and rotate:  # moved means and clips change no scale
+            fed = {
+                point: feedback_for(self.moments, side.channels[1], True)
+                for point, side in sides.items()
+                if point.clip == 1.0
+            }
+            fed = {point: fed[point._replace(clip=1.0, exact=False)] for point in sides}
+        errors = [
+            self._own_errors(**{what: self.back(what, form, side, rotate, fed.get(p))}) for p, side in sides.items()
+        ]
+        costs = dict(zip(sides, self.ranks.sum(torch.stack(errors)).cpu(), strict=True))
+        by_clip = {clip: [point for point in costs if point.clip == clip] for clip in CLIPS[form.static]}
+        least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
+        clip = min(least, key=lambda clip: float(least[clip].values.sum()))
+        points = [by_clip[clip][i] for i in least[clip].indices.tolist()]  # of each head
+        channels = torch.stack([sides[point].channels[:, head] for head, point in enumerate(points)], 1)
+        fixed = torch.stack([sides[p].fixed[head] for head, p in enumerate(points)]) if form.static else None
+        side, errors = Side(channels, fixed, clip), least[clip].values
+        feedback = torch.stack([fed[point][head] for head, point in enumerate(points)]) if fed else None
+        if feeds_back and not rotate:
+            feedback, errors = self._with_feedback(form, side, errors)
+        facts = {f"{what}_alpha": [point.alpha for point in points], f"{what}_clip": clip}
+        if form.bits == 4:
+            facts[f"{what}_first_exact"] = [point.exact for point in points]
+        if fed:
+            facts[f"{what}_beta"] = [point.beta for point in points]
+        elif rotate:
+            facts[f"{what}_weighted"] = [point.weighted for point in points]
+        return Candidate(form, rotate, side, float(errors.sum()), facts, errors.tolist(), feedback)
+
+    def _grid(self, what: str, form: KVFormat, rotate: bool, feeds_back: bool) -> dict[_Point, Side]:
+        """Return the sides that are tried."""
         sides = {}
         for clip in CLIPS[form.static]:
-            if rotate:
+            if rotate and feeds_back:
+                for alpha, beta in FED:
+                    side = rotated_side(self.seen, self.reaching, alpha, clip, self._mean, beta)
+                    sides[_Point(alpha, clip, True, beta=beta)] = side
+            elif rotate:
                 for weighted, alpha in itertools.product((False, True), ROTATED_ALPHAS):
                     queries = self.reaching if weighted else self.seen.query_power
                     sides[_Point(alpha, clip, weighted)] = rotated_side(self.seen, queries, alpha, clip, self._mean)
@@ -144,26 +210,19 @@ class Search:
                 for point, side in sides.items()
                 if point.clip == 1.0 or form.static
             }
-        errors = [self._own_errors(**{what: self.back(what, form, side, rotate)}) for side in sides.values()]
-        costs = dict(zip(sides, self.ranks.sum(torch.stack(errors)).cpu(), strict=True))
-        by_clip = {clip: [point for point in costs if point.clip == clip] for clip in CLIPS[form.static]}
-        least = {clip: torch.stack([costs[point] for point in points]).min(0) for clip, points in by_clip.items()}
-        clip = min(least, key=lambda clip: float(least[clip].values.sum()))
-        points = [by_clip[clip][i] for i in least[clip].indices.tolist()]  # of each head
-        channels = torch.stack([sides[point].channels[:, head] for head, point in enumerate(points)], 1)
-        fixed = torch.stack([sides[p].fixed[head] for head, p in enumerate(points)]) if form.static else None
-        facts = {f"{what}_alpha": [point.alpha for point in points], f"{what}_clip": clip}
-        if form.bits == 4:
-            facts[f"{what}_first_exact"] = [point.exact for point in points]
-        if rotate:
-            facts[f"{what}_weighted"] = [point.weighted for point in points]
-        errors = least[clip].values
-        return Candidate(form, rotate, Side(channels, fixed, clip), float(errors.sum()), facts, errors.tolist())
+        return sides
+
+    def _with_feedback(self, form: KVFormat, side: Side, errors: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the feedback of keys that are not rotated, 0 for heads that do better without, and all heads' errors."""
+        feedback = feedback_for(self.moments, side.channels[1], False)
+        fed = self.errors(key=self.back("key", form, side, False, feedback)).cpu()
+        better = fed < errors
+        return feedback * better.to(feedback.device)[:, None, None, None], torch.minimum(fed, errors)
 
     def told(self, what: str, chosen: Candidate) -> dict:
         """Return what the manifest says of the rounding of keys or values."""
         exact = [getattr(sample, what) for sample in self.samples]
-        back = self.back(what, chosen.form, chosen.side, chosen.rotate)
+        back = self.back(what, chosen.form, chosen.side, chosen.rotate, chosen.feedback)
         pairs = list(zip(back, exact, strict=True))
         off = self._total(sum(off for found, x in pairs for off in (found - x).square().sum((1, 2, 3)).tolist()))
         power = self._total(sum(power for x in exact for power in x.square().sum((1, 2, 3)).tolist()))
@@ -188,17 +247,17 @@ class Search:
         return (sum(total for _, total in totals) / count).to(self.ranks.device)
 
 
-def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Side, Side, dict]:
-    """Return the keys' and values' sides with the least output error on the grid, and what the manifest says of them."""
+def choose(search: Search, form: KVFormat, rotate: bool) -> tuple[Candidate, Candidate, dict]:
+    """Return the keys and values with the least output error on the grid, and what the manifest says of them."""
     chosen = {what: search.best(what, form, rotate) for what in ("key", "value")}
     facts = chosen["key"].facts | chosen["value"].facts
-    back = {what: search.back(what, form, found.side, rotate) for what, found in chosen.items()}
+    back = {what: search.back(what, form, found.side, rotate, found.feedback) for what, found in chosen.items()}
     errors = search.errors(**back)
     facts |= {"output_error": float(errors.sum()) ** 0.5, "head_errors": errors.sqrt().tolist()}
     for what, found in chosen.items():
         facts |= search.told(what, found)
     facts["first_attention"] = search.first_attention
-    return chosen["key"].side, chosen["value"].side, facts
+    return chosen["key"], chosen["value"], facts
 
 
 def candidates(search: Search, what: str, forms: Sequence[KVFormat], rotations: tuple[bool, ...]) -> list[Candidate]:
@@ -251,12 +310,19 @@ def plain_side(seen: LayerSeen, what: str, form: KVFormat, alpha: float, clip: f
     return Side(channels, _static_scales(low, high, channels, form, clip) if form.static else None, clip)
 
 
-def rotated_side(seen: LayerSeen, queries: Tensor, alpha: float, clip: float, mean_of: Mean = _mean) -> Side:
-    """Return the side of rotated keys at one point of the grid, for queries of a power [KV heads, D]."""
+def rotated_side(
+    seen: LayerSeen, queries: Tensor, alpha: float, clip: float, mean_of: Mean = _mean, beta: float | None = None
+) -> Side:
+    """Return the side of rotated keys at one point of the grid, for queries of a power [KV heads, D]; beta is alpha unless given."""
     mean = (seen.key.total / seen.tokens).float()
     variance = seen.key.power - seen.tokens * mean.double().square()
     keys, queries = (by_pairs(x, seen.shape, torch.sum).clamp(min=1e-12) for x in (variance, queries))
-    scale = _to_units(seen, "key", mean, (keys / queries).sqrt().float() ** alpha, mean_of)
+    if beta is None:
+        reach = (keys / queries).sqrt().float() ** alpha
+    else:  # in units of their means, so that none leaves float32
+        keys, queries = (x / x.mean(-1, keepdim=True) for x in (keys, queries))
+        reach = (keys.sqrt() ** alpha / queries.sqrt() ** beta).float()
+    scale = _to_units(seen, "key", mean, reach, mean_of)
     return Side(torch.stack([mean, scale, torch.ones_like(scale)]), None, clip)
 
 

@@ -20,8 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tilepress.formats import TilepressError, UsageError
 from tilepress.formats.kv_calibration import KVCalibration
-from tilepress.formats.kv_int4 import PAGE_TOKENS, fake_quantize
+from tilepress.formats.kv_int4 import PAGE_TOKENS
 from tilepress.kernels.arch import Path
+from tilepress.kernels.kv_read import rounded
 from tilepress.models.attention import PLAIN, Scores, attend, unserved
 from tilepress.runtime import attention
 from tilepress.runtime.attention import PagePool, Rope
@@ -373,12 +374,12 @@ def simulated(state: KVState, layer: int, key: Tensor, value: Tensor) -> tuple[T
     if where not in state.sides:
         state.sides[where] = calibration.layers[layer].to(key.device)
     found, there = [], state.sides[where]
-    for x, side, form, rotate in (
-        (key, there.key, there.form.key, there.rotate),
-        (value, there.value, there.form.value, False),
+    for x, side, form, rotate, feedback in (
+        (key, there.key, there.form.key, there.rotate, there.feedback),
+        (value, there.value, there.form.value, False, None),
     ):
         rows = x.transpose(1, 2)
-        back = fake_quantize(rows.flatten(0, 1), form, *side, rotate, calibration.refits)
+        back = rounded(rows.flatten(0, 1), form, *side, rotate, calibration.refits, feedback)
         found.append(back.view(rows.shape).transpose(1, 2).to(x.dtype))
     return found[0], found[1]
 
