@@ -65,6 +65,12 @@ def prune(
     damping: Annotated[
         float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
     ] = 0.01,
+    refit: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS", help="Of sparsegpt and admm: train each layer to give the dense one's outputs, masks held."
+        ),
+    ] = 0,
     format: Annotated[
         str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
     ] = "auto",
@@ -114,7 +120,7 @@ def prune(
     sparsities = parse_sparsities(sparsity)
     if len(sparsities) > 1 and not sweep:
         raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
-    settings = scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card, experts
+    settings = scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card, experts, refit
     recipe = tilepress.Prune(sparsities[0], *settings)
     text = None
     if recipe.needs_text or recover:

@@ -22,6 +22,7 @@ from tilepress.compress.layers.stream import Stream
 from tilepress.compress.layers.walk import FEW_TOKENS, HIDDEN, Layer, Visitor
 from tilepress.compress.prune import admm, sparsegpt, wanda
 from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_magnitude
+from tilepress.compress.prune.refit import refit
 from tilepress.compress.prune.settings import Settings
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.formats.stripes import converted
@@ -54,17 +55,24 @@ class LayerPruner(Visitor):
             pruned, dense = _streams(layer, module)
             in_order, modules = stages(layer.groups(module)), dict(module.named_modules(prefix=layer.path))
             pruned.find_ends(layer.probe)
+            roots = [_roots(h, dense.run(i)) for i, h in enumerate(dense.hidden)] if dense else []
             for number, stage in enumerate(in_order):
                 with counting_tokens(modules, model.device) as routed:
-                    moments = self._observe(pruned, dense, in_order, number)
+                    moments = self._observe(pruned, dense, in_order, number, roots)
                 tensors |= self._prune_stage(layer, stage, moments, modules, found)
                 if self.all_experts:
                     _tell_routed(found["pruned"], stage, {path: layer.ranks.sum(n) for path, n in routed.items()})
                 del moments
-            pruned.advance()
             if dense and not (in_order and _pairs(in_order[-1])):
                 dense.advance()
-            del pruned, dense, modules
+            if self.settings.refit:
+                del pruned  # with outputs of parts that change now
+                found["refitted"] = [self._refit(layer, module, modules, tensors)]
+                layer.advance()
+            else:
+                pruned.advance()
+                del pruned
+            del dense, modules
         return found, tensors
 
     def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
@@ -78,13 +86,14 @@ class LayerPruner(Visitor):
             del pruned, dense
 
     def _observe(
-        self, pruned: Stream, dense: Stream | None, in_order: list[list[Group]], number: int
+        self, pruned: Stream, dense: Stream | None, in_order: list[list[Group]], number: int, roots: list[Tensor]
     ) -> dict[str, Moments]:
         """Return the moments of a stage's inputs, by the first linear layer that reads each.
 
-        The last stage takes the dense stream through the layer."""
+        The last stage takes the dense stream through the layer. `roots` of each window weigh tokens of inputs that no norm makes."""
         stage, coming = in_order[number], in_order[number + 1 :]
         firsts = [group.linears[0] for group in stage]
+        normed = {group.linears[0] for group in stage if group.normed or not _pairs(stage)}
         cross = dense is not None and _pairs(stage)
         moments = {path: Moments(linear_shape(pruned.modules[path])[1], cross) for path in firsts}
         wanted: dict[str, Tensor] = {}
@@ -94,7 +103,8 @@ class LayerPruner(Visitor):
             until = dense.after(firsts[0], coming[0][0].linears[0]) if coming else None
 
         def see(window: int, path: str, x: Tensor) -> None:
-            moments[path].add(x, path, wanted.get(path))
+            weighed = roots and path not in normed and x.numel() == len(roots[window]) * x.shape[-1]
+            moments[path].add(x, path, wanted.get(path), roots[window] if weighed else None)
             pruned.saw(path, window, x)
 
         for i in range(len(pruned.hidden)):
@@ -133,6 +143,19 @@ class LayerPruner(Visitor):
             found["warnings"] += [warning] if warning else []
         return made
 
+    def _refit(
+        self, layer: Layer, module: nn.Module, modules: dict[str, nn.Module], tensors: dict[str, Tensor]
+    ) -> dict:
+        """Train what the solvers left of the layer, in place and in this rank's `tensors`; return what that brought."""
+        told, weights = refit(layer, module, layer.streams[_DENSE], self.settings.refit)
+        for path, weight in weights.items():
+            name = layer.names[path]
+            made = rounded(_turned(modules[path], weight), self.dtype, name).contiguous()
+            _put(modules[path], made)
+            if name in tensors:
+                tensors[name] = made.cpu()
+        return told
+
     def _prune_group(
         self, group: Group, paths: list[str], moments: Moments, modules: dict[str, nn.Module], names: dict[str, str]
     ) -> Iterator[tuple[str, Tensor, dict, str]]:
@@ -142,8 +165,7 @@ class LayerPruner(Visitor):
         solver = None if few else Solver(settings, moments, group.linears[0])
         for path in paths:
             name, module = names[path], modules[path]
-            weight = module.weight.detach()
-            weight = (weight.t() if linear_shape(module)[2] else weight).contiguous()
+            weight = _turned(module, module.weight.detach()).contiguous()
             zeros, warning = self.zeros[name], ""
             if few:
                 pruned, _ = prune_magnitude(weight, layer_threshold(weight, zeros, name))
@@ -211,6 +233,14 @@ def _streams(layer: Layer, module: nn.Module) -> tuple[Stream, Stream | None]:
     return Stream(layer.model, layer.path, module, layer.hidden), dense
 
 
+def _roots(before: Tensor, after: Tensor) -> Tensor:
+    """Return for each token [tokens] a power of two near the reciprocal of its root mean square in the residual stream, before or after the layer.
+
+    What a linear layer adds to that stream counts by its share of it: else an attention sink's tokens, a million times others, are all that counts."""
+    largest = torch.maximum(*(h.float().square().mean(-1).reshape(-1) for h in (before, after.to(before.device))))
+    return torch.exp2((-0.5 * largest.clamp(min=1e-20).log2()).round())
+
+
 def _linears(in_order: list[list[Group]]) -> set[str]:
     return {path for stage in in_order for group in stage for path in group.linears}
 
@@ -233,4 +263,9 @@ def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _put(module: nn.Module, weight: Tensor) -> None:
-    module.weight.data.copy_(weight.t() if linear_shape(module)[2] else weight)
+    module.weight.data.copy_(_turned(module, weight))
+
+
+def _turned(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a linear layer's weight [out, in] the way round that the module has it, or back."""
+    return weight.t() if linear_shape(module)[2] else weight
