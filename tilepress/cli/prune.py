@@ -120,7 +120,19 @@ def prune(
     sparsities = parse_sparsities(sparsity)
     if len(sparsities) > 1 and not sweep:
         raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
-    settings = scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card, experts, refit
+    settings = (
+        scope,
+        method,
+        format,
+        value_dtype,
+        parse_dtype(dtype),
+        how.ignored,
+        allocation,
+        damping,
+        card,
+        experts,
+        refit,
+    )
     recipe = tilepress.Prune(sparsities[0], *settings)
     text = None
     if recipe.needs_text or recover:

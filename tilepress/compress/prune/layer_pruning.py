@@ -209,6 +209,7 @@ class Solver:
         if settings.method != "wanda":
             self.hessian = moments.hessian(settings.damping)
             self.inverse = inverse_factor(self.hessian, f"the input of {name}")
+            self.scaled = admm.Scaled(self.hessian) if settings.method == "admm" else None
 
     def prune(self, weight: Tensor, zeros: int) -> tuple[Tensor, float]:
         """Return the weight [out, in] float32 pruned, and the error of its outputs relative to the unpruned weight's, on the same inputs."""
@@ -219,7 +220,7 @@ class Solver:
             hessian = self.hessian
             stay = weight == 0
             target = self.moments.target(weight, self.inverse, self.settings.catch_up)
-            solve = sparsegpt.prune if self.settings.method == "sparsegpt" else admm.prune
+            solve = partial(admm.prune, scaled=self.scaled) if self.scaled else sparsegpt.prune
             pruned = solve(target, hessian, zeros, stay, inverse=self.inverse)
         whole = admm.error(weight, hessian, torch.zeros_like(weight))
         left = max(admm.error(weight, hessian, pruned), 0.0)

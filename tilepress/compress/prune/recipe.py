@@ -80,7 +80,15 @@ class Prune(Recipe):
     def calibrating(self) -> Settings:
         """The settings that pruning with text reads."""
         shown_all = self.experts == "all"
-        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype, all_experts=shown_all, refit=self.refit)
+        return Settings(
+            self.method,
+            self.sparsity,
+            self.allocation,
+            self.damping,
+            self.dtype,
+            all_experts=shown_all,
+            refit=self.refit,
+        )
 
     def passes(self, text: Text | None) -> int:
         """A global threshold needs one more look at the targets (or two in float32), a calibration too, and an allocation another."""
