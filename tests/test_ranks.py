@@ -42,7 +42,13 @@ RECIPES = {
     "recovered": Recover(3, batch=4, prune=Prune(0.5, format="dense")),
     "recovered by blocks": Recover(3, batch=4, blocks=True, prune=Prune(0.5, format="dense")),
 }
-TWICE = ("sparsegpt", "refitted", "dynamic", "cache", "recovered by blocks")  # made twice, to see that bytes are the same
+TWICE = (
+    "sparsegpt",
+    "refitted",
+    "dynamic",
+    "cache",
+    "recovered by blocks",
+)  # made twice, to see that bytes are the same
 # How far perplexity may be off. Which weights go, and what others make up for, hangs on the last bits of sums: one process with another
 # number of threads is as far from itself. Block by block ranks see their windows in another order.
 FAR = {"sparsegpt": 0.01, "refitted": 0.01, "dynamic": 0.01, "recovered by blocks": 0.01}

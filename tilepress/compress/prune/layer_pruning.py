@@ -9,6 +9,7 @@ more, and some layers' inputs (stream.py).
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -27,9 +28,10 @@ from tilepress.compress.prune.settings import Settings
 from tilepress.formats.checkpoint import linear_shape
 from tilepress.formats.stripes import converted
 from tilepress.models.experts import count_of, counting_tokens
-from tilepress.ranks import dealt
+from tilepress.ranks import Ranks, dealt
 
 _DENSE = "dense"  # the stream of the dense model
+_LOOKED_AT, _TOGETHER = 4096, 256  # tokens whose logits are compared in the end, and how many at a time
 
 
 class LayerPruner(Visitor):
@@ -41,6 +43,7 @@ class LayerPruner(Visitor):
         self.all_experts = settings.all_experts
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
+        self.windows = windows
         streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
         if self.settings.catch_up and self.settings.method != "wanda":
             streams[_DENSE] = list(streams[HIDDEN])
@@ -55,7 +58,11 @@ class LayerPruner(Visitor):
             pruned, dense = _streams(layer, module)
             in_order, modules = stages(layer.groups(module)), dict(module.named_modules(prefix=layer.path))
             pruned.find_ends(layer.probe)
-            roots = [_roots(h, dense.run(i)) for i, h in enumerate(dense.hidden)] if dense else []
+            roots: list[Tensor] = []
+            if dense:
+                sizes = [_sizes(h, dense.run(i)) for i, h in enumerate(dense.hidden)]
+                found["stream"] = [{"layer": layer.path, "massive": _massive(sizes, layer.ranks)}]
+                roots = [_roots(of_window) for of_window in sizes]
             for number, stage in enumerate(in_order):
                 with counting_tokens(modules, model.device) as routed:
                     moments = self._observe(pruned, dense, in_order, number, roots)
@@ -73,7 +80,14 @@ class LayerPruner(Visitor):
                 pruned.advance()
                 del pruned
             del dense, modules
+        if _DENSE in layer.streams and layer.path == model.layers[-1] and not layer.ranks.rank:
+            found["cost"] = _cost(layer, self.windows)
         return found, tensors
+
+    def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
+        for cost in facts.pop("cost", []):
+            facts["cost"] = cost
+        return facts
 
     def skip(self, layer: Layer, tensors: dict[str, Tensor]) -> None:
         with layer.model.loaded(layer.path) as module:
@@ -234,12 +248,42 @@ def _streams(layer: Layer, module: nn.Module) -> tuple[Stream, Stream | None]:
     return Stream(layer.model, layer.path, module, layer.hidden), dense
 
 
-def _roots(before: Tensor, after: Tensor) -> Tensor:
-    """Return for each token [tokens] a power of two near the reciprocal of its root mean square in the residual stream, before or after the layer.
+def _sizes(before: Tensor, after: Tensor) -> Tensor:
+    """Return the mean square of each token [tokens] in the residual stream, before or after the layer, whichever is larger."""
+    return torch.maximum(*(h.float().square().mean(-1).reshape(-1) for h in (before, after.to(before.device))))
 
-    What a linear layer adds to that stream counts by its share of it: else an attention sink's tokens, a million times others, are all that counts."""
-    largest = torch.maximum(*(h.float().square().mean(-1).reshape(-1) for h in (before, after.to(before.device))))
-    return torch.exp2((-0.5 * largest.clamp(min=1e-20).log2()).round())
+
+def _roots(sizes: Tensor) -> Tensor:
+    """Return for each token [tokens] of a mean square a power of two near its reciprocal root.
+
+    What a linear layer adds to the residual stream counts by its share of it: else an attention sink's tokens, a million times others, are
+    all that counts."""
+    return torch.exp2((-0.5 * sizes.clamp(min=1e-20).log2()).round())
+
+
+def _massive(sizes: list[Tensor], ranks: Ranks) -> float:
+    """Return how many times as large as a usual token of its window the largest is."""
+    times = torch.stack([(of_window.max() / of_window.median().clamp(min=1e-20)).sqrt() for of_window in sizes])
+    return round(max(ranks.tell(float(times.max()))), 1)
+
+
+def _cost(layer: Layer, windows: list[list[int]]) -> list[dict]:
+    """Return what pruning costs at the end of the text: the divergence from the dense model's logits in nats, and the perplexity over its.
+
+    Nothing for a model without a head."""
+    tokens, kl, rise = 0, 0.0, 0.0
+    for pruned, dense, window in reversed([*zip(layer.hidden, layer.streams[_DENSE], windows, strict=True)]):
+        for first in range(0, len(window) - 1 if tokens < _LOOKED_AT else 0, _TOGETHER):
+            following = torch.tensor(window[first + 1 : first + 1 + _TOGETHER], device=layer.model.device)
+            part = slice(first, first + len(following))
+            logits = [layer.model.logits(h[:, part]) for h in (dense, pruned)]
+            if logits[0] is None:
+                return []
+            exact, other = (of[0].float().log_softmax(-1) for of in logits)
+            kl += float((exact.exp() * (exact - other)).sum())
+            rise += float((exact - other).gather(1, following[:, None]).sum())
+            tokens += len(following)
+    return [{"tokens": tokens, "kl": kl / tokens, "perplexity": math.exp(rise / tokens)}] if tokens else []
 
 
 def _linears(in_order: list[list[Group]]) -> set[str]:
