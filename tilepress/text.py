@@ -255,9 +255,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
 class Text:
     """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, of which the first is the BOS if `bos` says so (`window_start`).
 
-    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the model
-    writes, which `tilepress.sample` makes before a recipe reads it, with other text beside it as `self+FILE`; or `random`, tokens of the vocabulary, each as likely as the others.
-    `nsamples` is 128 unless given, or 8 of random tokens, which have little to show; `seqlen` 2048, or what the model's positions allow.
+    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the
+    model writes, which `tilepress.sample` makes before a recipe reads it, with other text beside it as `self+FILE`; or `random`, tokens of the
+    vocabulary, each as likely as the others. `nsamples` is 128 unless given, or 8 of random tokens, which have little to show; `seqlen` 2048,
+    or what the model's positions allow.
     Raises UsageError for a number that is too small or an unknown `bos`."""
 
     dataset: str = CALIBRATION

@@ -40,7 +40,7 @@ def test_the_model_comes_nearer_on_other_text_and_zeros_stay_counted(tiny, halve
         assert zeros == {item["name"]: item["zeros"] for item in told[steps]["calibration"]["pruned"]}
         assert verify(folder, tiny).passed
         cost = told[steps]["calibration"]["cost"]
-        assert cost["tokens"] >= 23 * 127 and 0.1 * kl[steps] < cost["kl"] < kl[steps] and 1 < cost["perplexity"] < 10
+        assert cost["tokens"] >= 23 * 127 and 0.1 * kl[steps] < cost["kl"] < kl[steps] and 0.9 < cost["perplexity"] < 10
     assert kl[20] < (0.95 if method == "sparsegpt" else 0.99) * kl[0], kl
     layers = told[20]["calibration"]["refitted"]
     assert len(layers) == 4 and "refitted" not in told[0]["calibration"]
@@ -126,7 +126,7 @@ def test_a_sinks_tokens_are_not_all_that_counts():
     roots = layer_pruning._roots(sizes)
     assert torch.equal(roots, torch.exp2(torch.log2(roots).round())) and 1 / 2048 < float(roots[0]) < 1 / 512
     sizes = (after * roots[:, None]).square().mean(-1).sqrt()
-    assert 0.7 < float(sizes.min()) and float(sizes.max()) < 1.42
+    assert float(sizes.min()) > 0.7 and float(sizes.max()) < 1.42
 
 
 @pytest.mark.parametrize(
