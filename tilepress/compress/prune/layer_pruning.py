@@ -21,6 +21,7 @@ from tilepress.compress.layers.layerwise import LayerByLayer
 from tilepress.compress.layers.moments import Moments, inverse_factor
 from tilepress.compress.layers.stream import Stream
 from tilepress.compress.layers.walk import FEW_TOKENS, HIDDEN, Layer, Visitor
+from tilepress.compress.layers.windows import apart, run_together, together
 from tilepress.compress.prune import admm, sparsegpt, wanda
 from tilepress.compress.prune.magnitude import layer_threshold, prune as prune_magnitude
 from tilepress.compress.prune.refit import refit
@@ -31,6 +32,7 @@ from tilepress.models.experts import count_of, counting_tokens
 from tilepress.ranks import Ranks, dealt
 
 _DENSE = "dense"  # the stream of the dense model
+_AT_ONCE = {"cuda": 8192}  # tokens of windows that run together; a CPU gains nothing by it
 _LOOKED_AT, _TOGETHER = 4096, 256  # tokens whose logits are compared in the end, and how many at a time
 
 
@@ -44,7 +46,9 @@ class LayerPruner(Visitor):
 
     def start(self, model: LayerByLayer, windows: list[list[int]], streams: dict[str, list[Tensor]]) -> None:
         self.windows = windows
-        streams[HIDDEN][:] = [h.to(model.device) for h in streams[HIDDEN]]
+        hidden = [h.to(model.device) for h in streams[HIDDEN]]
+        parts = together([h.shape[1] for h in hidden], _AT_ONCE.get(model.device.type, 0))
+        streams[HIDDEN][:] = [torch.cat([hidden[i] for i in part]) for part in parts]
         if self.settings.catch_up and self.settings.method != "wanda":
             streams[_DENSE] = list(streams[HIDDEN])
 
@@ -72,7 +76,7 @@ class LayerPruner(Visitor):
                 del moments
             if dense and not (in_order and _pairs(in_order[-1])):
                 dense.advance()
-            if self.settings.refit:
+            if self.settings.refit and layer.names:
                 del pruned  # with outputs of parts that change now
                 found["refitted"] = [self._refit(layer, module, modules, tensors)]
                 layer.advance()
@@ -242,7 +246,12 @@ class Solver:
 
 
 def _streams(layer: Layer, module: nn.Module) -> tuple[Stream, Stream | None]:
-    """Return the loaded layer's stream of the model that is pruned and, where the walk has it, the dense model's."""
+    """Return the loaded layer's stream of the model that is pruned and, where the walk has it, the dense model's.
+
+    Windows that are together part for good where the layer does not take them so."""
+    if layer.hidden[0].shape[0] > 1 and not run_together(layer.model, layer.path, layer.probe):
+        for stream in layer.streams.values():
+            stream[:] = apart(stream)
     hidden = layer.streams.get(_DENSE)
     dense = Stream(layer.model, layer.path, copy.deepcopy(module), hidden) if hidden else None
     return Stream(layer.model, layer.path, module, layer.hidden), dense
@@ -254,11 +263,11 @@ def _sizes(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _roots(sizes: Tensor) -> Tensor:
-    """Return for each token [tokens] of a mean square a power of two near its reciprocal root.
+    """Return for each token [tokens] of a mean square a power of two near the fourth root of its reciprocal.
 
-    What a linear layer adds to the residual stream counts by its share of it: else an attention sink's tokens, a million times others, are
-    all that counts."""
-    return torch.exp2((-0.5 * sizes.clamp(min=1e-20).log2()).round())
+    What a linear layer adds for it then counts by its size, not by its square: else an attention sink's tokens, a million times others, are
+    all that counts, and that size is what damping goes by. By equal shares they would count too little, since all others attend to them."""
+    return torch.exp2((-0.25 * sizes.clamp(min=1e-20).log2()).round())
 
 
 def _massive(sizes: list[Tensor], ranks: Ranks) -> float:
@@ -272,7 +281,8 @@ def _cost(layer: Layer, windows: list[list[int]]) -> list[dict]:
 
     Nothing for a model without a head."""
     tokens, kl, rise = 0, 0.0, 0.0
-    for pruned, dense, window in reversed([*zip(layer.hidden, layer.streams[_DENSE], windows, strict=True)]):
+    streams = apart(layer.hidden), apart(layer.streams[_DENSE])
+    for pruned, dense, window in reversed([*zip(*streams, windows, strict=True)]):
         for first in range(0, len(window) - 1 if tokens < _LOOKED_AT else 0, _TOGETHER):
             following = torch.tensor(window[first + 1 : first + 1 + _TOGETHER], device=layer.model.device)
             part = slice(first, first + len(following))

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tilepress.compress.layers.walk import Layer
+from tilepress.compress.layers.windows import apart, run_together, together
 from tilepress.compress.recover.distillation import MaskedAdamW, relative_error, same_every_time
 
 BATCH = 8  # windows of a step
-TOKENS = 16384  # that run at a time on a card
+TOKENS = {"cuda": 16384}  # of windows that run together; on a CPU each runs alone
 HELD_OUT = 8  # windows at most, and a sixteenth of the text
 PEAK = 0.5  # divided by the hidden size: the learning rate at its peak
 
@@ -29,19 +30,21 @@ def refit(layer: Layer, module: nn.Module, wanted: list[Tensor], steps: int) -> 
     `wanted` are the outputs for the layer's hidden states. The module is as it was afterwards; no weights are returned where training did
     not help."""
     ranks, count = layer.ranks, _trained_on(layer)
+    inputs, wanted = apart(layer.hidden), apart(wanted)
     parameters = {path: layer.model.model.get_submodule(path).weight for path in layer.names}
     kept = {path: parameter.detach().clone() for path, parameter in parameters.items()}
-    batched = ranks.first(lambda: _runs_together(layer))
+    room = TOKENS.get(layer.model.device.type, 0)
+    room = room if room and run_together(layer.model, layer.path, layer.probe) else 0
 
     def loss_of(numbers: list[int], grad: bool) -> Tensor:
-        hidden = torch.cat([layer.hidden[i] for i in numbers])
+        hidden = torch.cat([inputs[i] for i in numbers])
         with torch.autocast("cuda", torch.bfloat16, enabled=layer.model.device.type == "cuda"):
             out = layer.model.run(layer.path, hidden, grad=grad)
         return relative_error(out, torch.cat([wanted[i] for i in numbers]).to(out.device))
 
     def error() -> float:
         """Return the mean error of the windows that are held out, or of all where none are."""
-        every = range(count if count < len(layer.hidden) else 0, len(layer.hidden))
+        every = range(count if count < len(inputs) else 0, len(inputs))
         found = sum(float(loss_of([i], False)) for i in every)
         found, windows = (sum(of) for of in zip(*ranks.tell((found, len(every))), strict=True))
         return found / windows
@@ -50,7 +53,7 @@ def refit(layer: Layer, module: nn.Module, wanted: list[Tensor], steps: int) -> 
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     before = error()
-    optimizer = MaskedAdamW(parameters, PEAK / layer.hidden[0].shape[-1], steps)
+    optimizer = MaskedAdamW(parameters, PEAK / inputs[0].shape[-1], steps)
     share = -(-BATCH // ranks.size)
     generator = torch.Generator().manual_seed(layer.number)
     order: list[int] = []
@@ -59,8 +62,9 @@ def refit(layer: Layer, module: nn.Module, wanted: list[Tensor], steps: int) -> 
             while len(order) < share:
                 order += torch.randperm(count, generator=generator).tolist()
             step, order = order[:share], order[share:]
-            for numbers in _together(layer, step) if batched else [[i] for i in step]:
-                (loss_of(numbers, True) * (len(numbers) / share / ranks.size)).backward()
+            for numbers in together([inputs[i].shape[1] for i in step], room):
+                loss = loss_of([step[number] for number in numbers], True)
+                (loss * (len(numbers) / share / ranks.size)).backward()
             if ranks.size > 1:
                 for parameter in parameters.values():
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -83,31 +87,3 @@ def _trained_on(layer: Layer) -> int:
     windows = len(layer.lengths)
     held = min(HELD_OUT, windows // 16)
     return len(layer.ranks.mine(layer.lengths[: windows - held if windows - held >= layer.ranks.size else windows]))
-
-
-def _together(layer: Layer, numbers: list[int]) -> list[list[int]]:
-    """Return windows of one length together, on a card as many as TOKENS holds."""
-    found: list[list[int]] = []
-    card = layer.model.device.type == "cuda"
-    for number in sorted(numbers, key=lambda i: layer.hidden[i].shape[1]):
-        length = layer.hidden[number].shape[1]
-        room = max(1, TOKENS // length) if card else 1
-        if found and len(found[-1]) < room and layer.hidden[found[-1][0]].shape[1] == length:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
-
-
-def _runs_together(layer: Layer) -> bool:
-    """Return whether the layer gives of two windows at once what it gives of each: what else it gets was recorded for one."""
-    probe = layer.probe
-    both = torch.cat([probe, probe.flip(1)])
-    try:
-        together = layer.model.run(layer.path, both).float()
-    except Exception:  # whatever an architecture raises for it
-        return False
-    apart = torch.cat([layer.model.run(layer.path, part[None]) for part in both]).float()
-    return together.shape == apart.shape and bool(
-        torch.allclose(together, apart, rtol=0.05, atol=0.02 * float(apart.abs().mean()))
-    )
