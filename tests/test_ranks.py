@@ -34,6 +34,7 @@ from tilepress.text import Text
 TEXT = few_words(9, 64)
 RECIPES = {
     "sparsegpt": Prune(0.3, method="sparsegpt", format="dense"),
+    "refitted": Prune(0.3, method="sparsegpt", format="dense", refit=3),
     "wanda by a survey": Prune(0.5, method="wanda", allocation="auto", format="dense"),
     "static": Quantize(activations="tensor", smooth="auto", rounding="nearest"),
     "dynamic": Quantize(),
@@ -44,6 +45,7 @@ RECIPES = {
 }
 TWICE = (
     "sparsegpt",
+    "refitted",
     "dynamic",
     "cache",
     "recovered, models spread",
@@ -51,7 +53,7 @@ TWICE = (
 )  # made twice, to see that bytes are the same
 # How far perplexity may be off. Which weights go, and what others make up for, hangs on the last bits of sums: one process with another
 # number of threads is as far from itself. Block by block ranks see their windows in another order.
-FAR = {"sparsegpt": 0.01, "dynamic": 0.01, "recovered by blocks": 0.01}
+FAR = {"sparsegpt": 0.01, "refitted": 0.01, "dynamic": 0.01, "recovered by blocks": 0.01}
 
 
 def made(source: str, group, output: str, recipe, text: Text, **options) -> None:

@@ -106,6 +106,24 @@ def test_more_text_goes_on_with_what_is_there_and_a_stopped_run_too(random_model
     assert written == [int(last.stem.removeprefix("round-"))]
 
 
+def test_other_text_goes_with_what_the_model_writes(random_model, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "one text"}\n{"text": "another"}\n')
+    text = Text(f"self:0.9+{other}", 2, 16)
+    assert text.temperature == 0.9 and text.beside == str(other) and Text("self").beside is None
+    assert Text("a+b.jsonl").beside is None and Text("a+b.jsonl").temperature is None
+    alone, both = (tilepress.sample(random_model, each) for each in (Text("self:0.9", 2, 16), text))
+    lines = [json.loads(line)["text"] for line in both.text.file.read_text().splitlines()]
+    own = [json.loads(line)["text"] for line in alone.text.file.read_text().splitlines()]
+    assert lines[: len(own)] == own and sorted(lines[len(own) :]) == ["another", "one text"]
+    assert both.was_complete and both.text.file != alone.text.file and both.text.dataset == text.dataset
+    for wrong in ("self+", "self+random"):
+        with pytest.raises(UsageError, match="names no text"):
+            Text(wrong)
+    with pytest.raises(UsageError, match="no file"):
+        tilepress.sample(random_model, Text(f"self+{tmp_path / 'missing.jsonl'}", 2, 16))
+
+
 def test_tokens_come_from_the_models_own_distribution(random_model):
     """Tokens behind one first token, against the model's probabilities at that temperature: a chi-squared test."""
     tokenizer = AutoTokenizer.from_pretrained(random_model)

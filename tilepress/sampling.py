@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,12 +29,13 @@ from tilepress.formats.artifact import disk_errors, sha256_file, write_atomic
 from tilepress.formats.checkpoint import Checkpoint, open_model
 from tilepress.runtime.decode.generation import decode
 from tilepress.runtime.loader import load
-from tilepress.text import Text, load_tokenizer, window_start
+from tilepress.text import Text, check_source, documents, load_tokenizer, window_start
 
 VERSION = 1  # of what is drawn with a seed
 DOCUMENTS = {"cuda": 32, "cpu": 8}  # that are decoded together: what is stopped loses a round
 SHORT = 16  # tokens; a text that ends earlier is no text
 _NGRAM = 4
+_MOST_BESIDE = 1 << 26  # characters of other text
 _DECIDES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt")
 
 Progress = Callable[[str, int, int], None]  # what, tokens done, tokens in all
@@ -67,13 +68,16 @@ def sample(
     """Let a model write the text that calibrates or trains it: `tilepress.compress(MODEL, …, dataset=tilepress.sample(MODEL).text)`.
 
     model     folder or hub id of the model that writes: for recovery the dense one
-    text      Text("self") or Text("self:TEMPERATURE") with the number and length of windows and the seed; documents are as long as windows at most
+    text      Text("self") or Text("self:TEMPERATURE") with the number and length of windows and the seed; documents are as long as windows at most.
+              Behind a + may stand other text, Text("self+FILE"), whose documents go into the same file
     progress  called with "sampling", tokens that are done, and tokens in all
 
     A model that ends its texts at once has its end token taken away, and one that repeats itself is reported, both in `warnings`.
     Raises UsageError for a text that is not sampled, TilepressError for a model that writes nothing at all."""
     if text.temperature is None:
         raise UsageError(f"{text.dataset} is no text that a model writes", 'give Text("self"), or Text("self:0.8")')
+    if text.beside:
+        check_source(text.beside)
     progress = progress or (lambda what, done, total: None)
     checkpoint, device = open_model(model, revision), find_device(device)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
@@ -98,13 +102,27 @@ def sample(
     progress("sampling", wanted, wanted)
     if not any(row["text"].strip() for row in rows):
         raise TilepressError(f"{checkpoint.name} writes no text", "give real text: --dataset FILE")
+    texts = [row["text"] for row in rows if row["text"].strip()]
     file = folder / f"text-{rounds:05d}.jsonl"
-    lines = [json.dumps({"text": row["text"]}, ensure_ascii=False) for row in rows if row["text"].strip()]
+    if text.beside:
+        texts += _up_to(documents(text.beside, seed=text.seed), _MOST_BESIDE)
+        digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+        file = folder / f"text-{rounds:05d}-{digest}.jsonl"
+    lines = [json.dumps({"text": written}, ensure_ascii=False) for written in texts]
     content = "".join(f"{line}\n" for line in lines).encode()
     if not file.exists() or file.read_bytes() != content:
         write_atomic(file, content, folder)
     tokens = sum(row["tokens"] for row in rows)
     return Sampled(replace(text, file=file), len(lines), tokens, tuple(_warnings(rows, tokens, wanted)), not fresh)
+
+
+def _up_to(texts: Iterator[str], characters: int) -> Iterator[str]:
+    """Pass texts on until they have so many characters."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
 
 
 def _folder(checkpoint: Checkpoint, text: Text, at_once: int) -> Path:

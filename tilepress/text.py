@@ -25,7 +25,7 @@ EVALUATION = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 _BUILDERS = {".json": "json", ".parquet": "parquet"}  # of `datasets`
 _PLAIN = (".txt", ".jsonl")
 _BUFFER = 10_000  # documents that are shuffled together
-SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8
+SELF = "self"  # a dataset: the model's own text, with a temperature as self:0.8, and other text beside it as self+FILE
 RANDOM = "random"  # a dataset: tokens drawn at random, which show a model's outliers and nothing else
 BOS = ("auto", "always", "never")  # whether windows begin with it
 _WHOLE = 1 << 21  # characters that are tokenized at once, if what is asked for needs no more
@@ -255,9 +255,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
 class Text:
     """The text that a recipe reads: `nsamples` windows of `seqlen` tokens, of which the first is the BOS if `bos` says so (`window_start`).
 
-    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the model
-    writes, which `tilepress.sample` makes before a recipe reads it; or `random`, tokens of the vocabulary, each as likely as the others.
-    `nsamples` is 128 unless given, or 8 of random tokens, which have little to show; `seqlen` 2048, or what the model's positions allow.
+    `dataset` is a `.txt`, `.jsonl`, `.json` or `.parquet` file, or a hub id: `HUB_ID[:CONFIG[:SPLIT]]`; or `self[:TEMPERATURE]`, text that the
+    model writes, which `tilepress.sample` makes before a recipe reads it, with other text beside it as `self+FILE`; or `random`, tokens of the
+    vocabulary, each as likely as the others. `nsamples` is 128 unless given, or 8 of random tokens, which have little to show; `seqlen` 2048,
+    or what the model's positions allow.
     Raises UsageError for a number that is too small or an unknown `bos`."""
 
     dataset: str = CALIBRATION
@@ -274,6 +275,8 @@ class Text:
             object.__setattr__(self, "nsamples", 8 if self.dataset == RANDOM else 128)
         if (temperature := self.temperature) is not None and not 0 < temperature < 100:
             raise UsageError(f"--dataset {self.dataset} has no temperature", "write self, or self:0.8")
+        if self.beside in ("", RANDOM):
+            raise UsageError(f"--dataset {self.dataset} names no text behind the +", "write self, or self+FILE")
         for name, value, least in (("nsamples", self.nsamples, 1), ("seqlen", self.seqlen, 16), ("seed", self.seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"--{name} {value} is too small", f"use at least {least}")
@@ -291,12 +294,19 @@ class Text:
     @property
     def temperature(self) -> float | None:
         """That of text which the model writes, NaN for one that is no number; None for other text."""
-        if self.dataset != SELF and not self.dataset.startswith(f"{SELF}:"):
+        own = self.dataset.partition("+")[0]
+        if own != SELF and not own.startswith(f"{SELF}:"):
             return None
         try:
-            return float(self.dataset.removeprefix(SELF).removeprefix(":") or 1.0)
+            return float(own.removeprefix(SELF).removeprefix(":") or 1.0)
         except ValueError:
             return float("nan")
+
+    @property
+    def beside(self) -> str | None:
+        """The file or hub id whose text goes with what the model writes, or None."""
+        _, plus, other = self.dataset.partition("+")
+        return other if plus and self.temperature is not None else None
 
     @property
     def source(self) -> str:

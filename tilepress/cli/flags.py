@@ -102,7 +102,7 @@ Dataset = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|HUB_ID|self|random",
-        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE]: the model writes it; "
+        help="Text: a .txt, .jsonl or .parquet file, or HUB_ID[:CONFIG[:SPLIT]]; self[:TEMPERATURE][+FILE]: the model writes it; "
         "random: tokens drawn at random (quantize).  "
         "[default, where text is needed: Salesforce/wikitext:wikitext-2-raw-v1:train]",
         show_default=False,

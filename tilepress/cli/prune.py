@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tilepress.compress.prune.recipe import Prune
     from tilepress.text import Text
 
+_MASSIVE = 10  # times the size of a usual token in the residual stream: only tokens that serve as a sink come near
 EXAMPLE = "tilepress compress prune MODEL -o pruned --sparsity 0.5"
 
 
@@ -65,6 +66,12 @@ def prune(
     damping: Annotated[
         float, typer.Option(help="Share of the mean second moment that sparsegpt and admm add to each.")
     ] = 0.01,
+    refit: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS", help="Of sparsegpt and admm: train each layer to give the dense one's outputs, masks held."
+        ),
+    ] = 0,
     format: Annotated[
         str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
     ] = "auto",
@@ -118,7 +125,19 @@ def prune(
     sparsities = parse_sparsities(sparsity)
     if len(sparsities) > 1 and not sweep:
         raise UsageError(f"--sparsity {sparsity} names {len(sparsities)}", "add --sweep, or give one")
-    settings = scope, method, format, value_dtype, parse_dtype(dtype), how.ignored, allocation, damping, card, experts
+    settings = (
+        scope,
+        method,
+        format,
+        value_dtype,
+        parse_dtype(dtype),
+        how.ignored,
+        allocation,
+        damping,
+        card,
+        experts,
+        refit,
+    )
     recipe = tilepress.Prune(sparsities[0], *settings)
     text = None
     if recipe.needs_text or recover:
@@ -200,6 +219,26 @@ def _calibrated_text(facts: dict) -> str:
             f"  calibrated {seen['tokens']:,} tokens in {seen['windows']} windows, allocation {facts['allocation']['chosen']}; the worst:\n",
             table("", ["weight", "zeros", "method", "output error"], rows),
             *experts_text(seen),
+            *_cost_text(seen),
             "",
         ]
     )
+
+
+def _cost_text(seen: dict) -> list[str]:
+    """Return what the dense model's hidden states say, and what pruning costs on the text that it was fitted to."""
+    lines = []
+    stream = seen.get("stream", [])
+    massive = [layer for layer in stream if layer["massive"] >= _MASSIVE]
+    if massive:
+        most = max(massive, key=lambda layer: layer["massive"])
+        lines.append(
+            f"  massive    tokens of an attention sink in {len(massive)} of {len(stream)} layers, {most['massive']:,.0f} times as "
+            f"large as others in {most['layer']}: they count no more than others"
+        )
+    if cost := seen.get("cost"):
+        lines.append(
+            f"  expected   a KL divergence of {cost['kl']:.2g} and {cost['perplexity']:.3g} times the perplexity on {cost['tokens']:,} "
+            "tokens of this text, more on others: eval perplexity --base measures it"
+        )
+    return lines

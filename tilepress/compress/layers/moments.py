@@ -28,11 +28,15 @@ class Moments:
     _sum: Tensor | None = field(default=None, repr=False)
     _difference: Tensor | None = field(default=None, repr=False)  # C - H
 
-    def add(self, x: Tensor, name: str, dense: Tensor | None = None) -> None:
-        """Add x [..., channels], with `dense` of the same shape for cross moments. Raises TilepressError naming the layer if a value is not finite."""
+    def add(self, x: Tensor, name: str, dense: Tensor | None = None, roots: Tensor | None = None) -> None:
+        """Add x [..., channels], with `dense` of the same shape for cross moments, every token times its one of `roots` [tokens].
+
+        Roots that are powers of two leave products as exact as they are. Raises TilepressError naming the layer if a value is not finite."""
         given = x.detach().reshape(-1, self.width)
         if not len(given):
             return
+        if roots is not None:
+            given = given * roots.to(given.dtype)[:, None]
         x = _filled_up(given).float()
         if self._sum is None:
             self._sum = x.new_zeros(self.width, self.width)
@@ -43,6 +47,7 @@ class Moments:
                 self._sum[first : first + step, first:].addmm_(x[:, first : first + step].t(), x[:, first:])
             if self.cross:
                 dense = dense.detach().reshape(-1, self.width)
+                dense = dense if roots is None else dense * roots.to(dense.dtype)[:, None]
                 if x.device.type == "cpu":  # bfloat16 matrix units: rounded relative to the difference itself
                     self._difference += (dense - given).t().contiguous() @ given
                 else:

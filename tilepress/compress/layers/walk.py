@@ -80,7 +80,7 @@ class Layer:
     @property
     def probe(self) -> Tensor:
         """The first tokens of the shortest window, [1, up to PROBE_TOKENS, hidden]."""
-        return min(self.hidden, key=lambda h: h.shape[1])[:, :PROBE_TOKENS]
+        return min(self.hidden, key=lambda h: h.shape[1])[:1, :PROBE_TOKENS]
 
     def groups(self, module: nn.Module, fold: bool = False) -> list[Group]:
         """Return the groups of the loaded layer's targets, as the first rank sees them.

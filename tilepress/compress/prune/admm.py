@@ -7,6 +7,8 @@ SparseGPT's result, which it never makes worse. An eigendecomposition of [in, in
 memory is three [in, in] and seven [out, in] matrices in float32.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,19 @@ _PENALTY = 0.1  # of the unit diagonal, at the start
 _EVERY = 3  # iterations between changes of the penalty
 
 
+class Scaled:
+    """A hessian [in, in] scaled to a unit diagonal, for all weights that read its input; factored when it is asked for."""
+
+    def __init__(self, hessian: Tensor):
+        self.scale = hessian.diagonal().sqrt()
+        self.unit = hessian / self.scale / self.scale[:, None]
+
+    @cached_property
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Its eigenvalues [in] and, in columns, eigenvectors."""
+        return torch.linalg.eigh(self.unit)
+
+
 def prune(
     weight: Tensor,
     hessian: Tensor,
@@ -26,24 +41,25 @@ def prune(
     stay: Tensor | None = None,
     iterations: int = ITERATIONS,
     inverse: Tensor | None = None,
+    scaled: Scaled | None = None,
 ) -> Tensor:
     """Return weight [out, in] float32 with `zeros` zeros, fitted to a positive definite hessian [in, in] float32.
 
-    `stay` [out, in] marks elements that are pruned first; `inverse` is the hessian's `inverse_factor`, where the caller has it.
-    Raises TilepressError for a Hessian that cannot be factored."""
+    `stay` [out, in] marks elements that are pruned first; `inverse` is the hessian's `inverse_factor`, and `scaled` what is Scaled of it,
+    where the caller has them. Raises TilepressError for a Hessian that cannot be factored."""
     first = sparsegpt.prune(weight, hessian, zeros, stay, inverse=inverse)
-    scale = hessian.diagonal().sqrt()
-    unit = hessian / scale / scale[:, None]
+    scaled = scaled or Scaled(hessian)
+    scale, unit = scaled.scale, scaled.unit
     exact = weight * scale
     start = refit(exact, unit, first * scale, first != 0)
-    found = _search(exact, unit, start, zeros, stay, iterations)
+    found = _search(exact, scaled, start, zeros, stay, iterations)
     found = refit(exact, unit, found, found != 0)
     better = error(exact, unit, found) < error(exact, unit, start)
     return (found if better else start) / scale
 
 
-def _search(exact: Tensor, hessian: Tensor, start: Tensor, zeros: int, stay: Tensor | None, iterations: int) -> Tensor:
-    values, vectors = torch.linalg.eigh(hessian)
+def _search(exact: Tensor, scaled: Scaled, start: Tensor, zeros: int, stay: Tensor | None, iterations: int) -> Tensor:
+    values, vectors = scaled.eigen
     pulled = (exact @ vectors) * values
     sparse, dual, penalty = start, torch.zeros_like(exact), _PENALTY
     mask, kept = start != 0, max(exact.numel() - zeros, 1)

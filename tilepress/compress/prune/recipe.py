@@ -61,6 +61,7 @@ class Prune(Recipe):
     damping: float = 0.01  # of sparsegpt and admm: share of the mean diagonal that is added to it
     card: str = "any"  # any | h100 | h200: the card that will run it decides how bitmaps are grouped
     experts: str = "routed"  # routed | all: which tokens of the text the experts of a mixture are fitted to
+    refit: int = 0  # steps in which each pruned decoder layer is trained to give the dense one's outputs
 
     command = "compress prune"
     together = True
@@ -79,7 +80,15 @@ class Prune(Recipe):
     def calibrating(self) -> Settings:
         """The settings that pruning with text reads."""
         shown_all = self.experts == "all"
-        return Settings(self.method, self.sparsity, self.allocation, self.damping, self.dtype, all_experts=shown_all)
+        return Settings(
+            self.method,
+            self.sparsity,
+            self.allocation,
+            self.damping,
+            self.dtype,
+            all_experts=shown_all,
+            refit=self.refit,
+        )
 
     def passes(self, text: Text | None) -> int:
         """A global threshold needs one more look at the targets (or two in float32), a calibration too, and an allocation another."""
@@ -112,6 +121,12 @@ class Prune(Recipe):
             )
         if not self.calibrates and self.experts == "all":
             raise UsageError("--experts all, but --method magnitude reads no text", "leave it out, or choose a method")
+        if not 0 <= self.refit <= 1 << 20:
+            raise UsageError(f"--refit {self.refit} is no number of steps", "200 is usual, 0 leaves it out")
+        if self.refit and self.method not in REFITTING:
+            raise UsageError(
+                f"--refit trains what {' or '.join(REFITTING)} left", f"add --method {REFITTING[-1]}, or leave it out"
+            )
         if not 0 < self.damping <= 1:
             raise UsageError(f"--damping {self.damping:g} is not in (0, 1]", "0.01 is usual")
         check_patterns(self.ignore)
@@ -131,6 +146,8 @@ class Prune(Recipe):
         if self.calibrates:
             del chosen["scope"]
             chosen |= {"allocation": self.allocation, "damping": self.damping} | text.described()
+        if self.refit:
+            chosen["refit"] = self.refit
         if self.experts != "routed":
             chosen["experts"] = self.experts
         return chosen

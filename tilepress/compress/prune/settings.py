@@ -24,6 +24,7 @@ class Settings:
     )
 
     all_experts: bool = False  # whether experts of a mixture are fitted to every token
+    refit: int = 0  # steps in which a pruned decoder layer is trained to give the dense one's outputs
 
     def count(self, elements: int) -> int:
         """Return how many of so many elements are pruned."""

@@ -6,6 +6,7 @@ brings: docs/recovery.md.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -307,7 +308,8 @@ def recover(
                 Walk(plan, RECOVERY, visitor, text.dataset, ids, device, progress, identity, facts, ranks).run()
             else:
                 stream = stream.to(pair.student.device)
-                keeps = keeps_activations(source, plan.targets, training.micro_batch * text.seqlen)
+                tokens = training.micro_batch * text.seqlen
+                keeps = partial(keeps_activations, source, plan.targets, tokens)
                 facts |= train_model(
                     pair, plan.targets, stream, training, dtypes, keeps, plan.work, identity, progress, spread
                 )

@@ -163,7 +163,7 @@ def train_model(
     stream: Stream,
     training: Training,
     dtypes: dict[str, torch.dtype],
-    keeps_activations: bool,
+    keeps_activations: Callable[[int], bool],
     folder: Path,
     identity: str,
     progress: Progress,
@@ -171,12 +171,13 @@ def train_model(
 ) -> dict:
     """Train the whole student; its tensors, in `dtypes` by stored name, go to `folder`. Returns what the manifest says of it.
 
-    Ranks share the windows of a step. Each has both models, or its part of both where these are spread."""
+    `keeps_activations` tells whether what the way back needs may stay in so much room of a card. Ranks share the windows of a step. Each has
+    both models, or its part of both where these are spread."""
     layers, ranks = pair.student.layers, spread.ranks
     progress("loading both models", 0)
     student, teacher = spread.load(pair.student, targets, pair.put), spread.load(pair.teacher)
     parameters = pair.trained(training.train)
-    if not keeps_activations:
+    if not keeps_activations(_room(student, parameters, training.micro_batch * stream.held_out.shape[1])):
         for layer in layers:
             recompute(student.get_submodule(layer))
 
@@ -314,6 +315,16 @@ def _train_block(trainer: BlockTrainer, layer: Layer, parameters: dict[str, nn.P
     fit(optimizer, backward, SavedState(layer.scratch, layer.scratch.name, training.save_every_s, ranks), told)
     _round(parameters, trainer.dtypes)
     return {"error_before": before, "error_after": held_out()}
+
+
+def _room(student: nn.Module, parameters: dict[str, nn.Parameter], tokens: int) -> int:
+    """Return how many bytes of a card are free beside what training takes for the weights and the logits of so many tokens."""
+    device = next(iter(parameters.values())).device
+    if device.type != "cuda":
+        return 0
+    weights = 16 * sum(parameter.numel() for parameter in parameters.values())  # gradients, moments, casts and masks
+    logits = 12 * tokens * student.get_input_embeddings().num_embeddings
+    return int(0.9 * torch.cuda.mem_get_info(device)[0]) - weights - logits
 
 
 def _of_all(loss: Tensor, parameters: dict[str, nn.Parameter], ranks: Ranks) -> Tensor:

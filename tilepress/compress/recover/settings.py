@@ -87,9 +87,9 @@ def activation_bytes(checkpoint: Checkpoint, targets: list[Target], tokens: int,
     return boundaries + (inside if recomputed else inside * layers)
 
 
-def keeps_activations(checkpoint: Checkpoint, targets: list[Target], tokens: int) -> bool:
-    """Return whether layers keep what the way back needs, or compute it again."""
-    return activation_bytes(checkpoint, targets, tokens, False) <= KEPT_ACTIVATIONS
+def keeps_activations(checkpoint: Checkpoint, targets: list[Target], tokens: int, room: int = 0) -> bool:
+    """Return whether layers keep what the way back needs, or compute it again; they may fill `room` bytes."""
+    return activation_bytes(checkpoint, targets, tokens, False) <= max(KEPT_ACTIVATIONS, room)
 
 
 def memory_bytes(inputs: Inputs, targets: list[Target], settings: Settings, way: str, device: str) -> int:
