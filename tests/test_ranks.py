@@ -52,8 +52,8 @@ TWICE = (
     "recovered by blocks",
 )  # made twice, to see that bytes are the same
 # How far perplexity may be off. Which weights go, and what others make up for, hangs on the last bits of sums: one process with another
-# number of threads is as far from itself. Block by block ranks see their windows in another order.
-FAR = {"sparsegpt": 0.01, "refitted": 0.01, "dynamic": 0.01, "recovered by blocks": 0.01}
+# number of threads is as far from itself (1.2 % of SparseGPT here). Block by block ranks see their windows in another order.
+FAR = {"sparsegpt": 0.03, "refitted": 0.03, "dynamic": 0.01, "recovered by blocks": 0.01}
 
 
 def made(source: str, group, output: str, recipe, text: Text, **options) -> None:
