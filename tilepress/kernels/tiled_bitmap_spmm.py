@@ -1,8 +1,8 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x. For more, for x of another dtype than W's, and on other cards
-from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole
-weight once a call, on any device; a card runs it for scales that are not of 16 bits.
+On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to 128 rows of x, one of sm90_tiled_bitmap_prefill.cu more (tiled_bitmap_prefill.py). For x
+of another dtype than W's, and on other cards from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by
+cuBLAS. The reference decodes the whole weight once a call, on any device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -27,11 +27,8 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-# Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
-MOST_ROWS = {1: 1536, 2: 2048}
-_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
+_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles tile_bytes slot_count successors_wait"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
-_MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _TILE_COST = 768  # of a tile's products, in 16 bytes
@@ -119,7 +116,6 @@ class Plan(NamedTuple):
 
     kernel: jit.Kernel
     chosen: Configuration
-    walks: int  # over W, each for so many columns of y
     grid: int
     slots: int
 
@@ -162,7 +158,7 @@ def _room(blocks: int) -> int:
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """Blocks of a multiprocessor, and slots of each: as many blocks as have a few slots and tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
-        room = _room(blocks) - 4 * (max(multiprocessors * blocks, _MOST_WALKS) + 1)
+        room = _room(blocks) - 4 * (multiprocessors * blocks + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
         if blocks == 1 or (slots >= chosen.fewest_slots and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
@@ -173,14 +169,11 @@ def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocesso
 def _planned(
     n: int, tiles: int, tile_bytes: int, multiprocessors: int, dtype: torch.dtype, value_dtype: torch.dtype, group: int
 ) -> Plan:
-    columns = next((columns for columns in COLUMNS if n <= columns), COLUMNS[-1])
-    walks = -(-n // columns)
-    wide = columns == 128 and tiles * walks >= _WIDE_TILES * multiprocessors
+    columns = next(columns for columns in COLUMNS if n <= columns)
+    wide = columns == 128 and tiles >= _WIDE_TILES * multiprocessors
     chosen = Configuration(columns, 2 if wide else 1, dtype, value_dtype, group)
-    blocks, slots = blocks_for(chosen, tiles * walks, tile_bytes, multiprocessors)
-    grid = max(1, multiprocessors * blocks // walks) * walks
-    kernel = _kernel(chosen, _room(blocks))
-    return Plan(kernel, chosen, walks, grid, slots)
+    blocks, slots = blocks_for(chosen, tiles, tile_bytes, multiprocessors)
+    return Plan(_kernel(chosen, _room(blocks)), chosen, multiprocessors * blocks, slots)
 
 
 @functools.cache
@@ -208,9 +201,10 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
-    if not _uses_kernel(n, x.device, x.dtype, packed.weight_dtype, group):
+    served_by = _kernel_for(n, x.device, x.dtype, packed.weight_dtype)
+    if served_by is None:
         return _decoding
-    if n > COLUMNS[-1]:
+    if served_by == "tiled_bitmap_prefill":
         return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     return _multiplying(out, x, packed, bias)
 
@@ -226,10 +220,12 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
         raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
 
 
-def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> bool:
-    """Return whether one launch takes n rows of x, or decoding and cuBLAS do."""
-    is_here = arch.kernel_for("tiled_bitmap_spmm", device) is not None
-    return is_here and dtype == weight_dtype and n <= MOST_ROWS[group]
+def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+    """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
+    kernel = arch.kernel_for("tiled_bitmap_spmm", device)
+    if kernel is None or dtype != weight_dtype:
+        return None
+    return kernel if n <= COLUMNS[-1] else "tiled_bitmap_prefill"
 
 
 def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Callable:
@@ -244,12 +240,12 @@ def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | Non
         """The launch, the maps of x, the memory for sums, and the number of blocks whose runs of tiles the kernel reads, if it does."""
         plan = _planned(n, tiles, tile_bytes, multiprocessors, x.dtype, dtype, group)
         columns, pairs = plan.chosen.columns, plan.chosen.pairs
-        reads_runs = plan.walks == pairs == 1  # else equal numbers of units
+        reads_runs = pairs == 1  # else equal numbers of units
         optional = [0 if t is None else VARIES for t in (packed.scale, bias)]
         units = -(-tiles // k_blocks // pairs) * k_blocks
         args = (
             *(VARIES, VARIES, VARIES if reads_runs else 0, VARIES, *optional, VARIES, VARIES, VARIES, VARIES),
-            *(n, rows, k_blocks, units, tiles, plan.walks, tile_bytes, plan.slots, VARIES),
+            *(n, rows, k_blocks, units, tiles, tile_bytes, plan.slots, VARIES),
         )
         launch = Launch(plan.kernel, device, plan.grid, args)
         scratch = split_sum.scratch(device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)
@@ -305,9 +301,8 @@ def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n:
     why = jit.why_not(device)
     if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
         return Path("tiled_bitmap_spmm", device.type, why or "")
-    if _uses_kernel(n, device, dtype, weight_dtype, group):
-        return Path("tiled_bitmap_spmm", "cuda")
-    return Path("tiled_bitmap_decode", "cuda", decodes=True)
+    kernel = _kernel_for(n, device, dtype, weight_dtype)
+    return Path(kernel, "cuda") if kernel else Path("tiled_bitmap_decode", "cuda", decodes=True)
 
 
 tiled_bitmap_spmm = torch.ops.tilepress.tiled_bitmap_spmm
