@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other instead
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support.commands import Commands
 from support.optional import pytest_make_collect_report  # noqa: F401
-from support.ranks import Ranks
+from support.ranks import Ranks, forking
 from support.stock import Stock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -97,6 +98,14 @@ def two():
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def quick_workers(monkeypatch):
+    """Workers that need not import torch each: one test of theirs does without, as users' runs do."""
+    from tilepress.compress.run import shards
+
+    monkeypatch.setattr(shards, "multiprocessing", SimpleNamespace(get_context=lambda method: forking()))
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,13 @@ def of_torchrun(size: int) -> list[dict[str, str]]:
     return [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
+def forking():
+    """Return a context whose processes are forks of one that has imported what takes long, once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
+    return context
+
+
 class Ranks:
     """`size` processes; calling it has each of them call `function(first, group, *rest, **options)`, and gives what they return."""
 
@@ -114,8 +121,7 @@ class Ranks:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
-        context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-        context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])  # once for all of them
+        context = multiprocessing.get_context("spawn") if device == "cuda" else forking()
         ends = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in ends]
         args = [(rank, size, port, device, theirs) for rank, (_, theirs) in enumerate(ends)]

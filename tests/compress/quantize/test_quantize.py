@@ -23,9 +23,6 @@ from tilepress.compress.quantize import inputs, ranges as calibrating
 from tilepress.compress.quantize.observers import Observer
 from tilepress.compress.quantize.recipe import CHOICES
 from tilepress.compress.run import shards
-from tilepress.compress.run.finish import finish
-from tilepress.compress.run.output import open_output
-from tilepress.compress.run.plan import Inputs, make_plan
 from tilepress.compress.run.targets import find_targets
 from tilepress.eval.perplexity import Protocol, measure
 from tilepress.eval.verify import verify
@@ -291,7 +288,7 @@ def test_another_kind_of_device_does_not_take_over(checkpoint_of, tmp_path, monk
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
-def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli, command):
+def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli, command, quick_workers):
     source = checkpoint_of("llama")
     words = ["--activations", "channel", "--dataset", demo.TEXT, "--nsamples", 4, "--seqlen", 64]
     assert cli("compress", "quantize", source, "-o", tmp_path / "one", *words).code == 0
@@ -308,12 +305,10 @@ def test_workers_and_ranks_write_the_same_bytes(checkpoint_of, tmp_path, cli, co
 
 def test_a_rank_without_work_sees_that_the_others_are_done(checkpoint_of, tmp_path):
     source, out = checkpoint_of("llama", shard_size="10MB"), tmp_path / "out"
-    plan = make_plan(Inputs(Checkpoint(source), TEXT), out, Quantize(activations="tensor"))
-    open_output(plan, resume=False, overwrite=False)
-    shards.run_shards(plan, rank=0, world_size=2)
-    finish(plan)
+    how = {"dataset": TEXT, "device": "cpu", "world_size": 2}
+    assert tilepress.compress(source, out, Quantize(activations="tensor"), **how).targets
     before = digest(out)
-    shards.run_shards(plan, rank=1, world_size=2)
+    assert tilepress.compress(source, out, Quantize(activations="tensor"), **how, rank=1).was_complete
     assert digest(out) == before
 
 

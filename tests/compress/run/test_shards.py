@@ -267,37 +267,43 @@ def big(path, layers: int):
     return path
 
 
+@pytest.fixture(scope="module")
+def of_layers(tmp_path_factory) -> dict[int, Path]:
+    """The checkpoints of one and of three shards."""
+    folders = {layers: tmp_path_factory.mktemp(f"{layers}-layers") for layers in (1, 3)}
+    for layers, folder in folders.items():
+        big(folder, layers)
+    return folders
+
+
+CALIBRATION = ["--dataset", demo.TEXT, "--nsamples", 2, "--seqlen", 32]
+COSTS = {
+    "layer": ["prune", "--sparsity", "0.7"],
+    "global": ["prune", "--sparsity", "0.7", "--scope", "global", "--format", "dense"],
+    "int8": ["quantize"],
+    "calibrated": ["quantize", "--activations", "tensor", "--smooth", "0.5", *CALIBRATION],
+    "kv": ["kv", *CALIBRATION],
+}
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to read anonymous memory")
-def test_cost_is_linear_and_memory_does_not_grow_with_shards(tmp_path, cli, command):
-    sizes = (1, 3)
-    for layers in sizes:
-        (tmp_path / str(layers)).mkdir()
-        big(tmp_path / str(layers), layers)
-    largest_shard = max(p.stat().st_size for p in (tmp_path / "3").glob("*.safetensors"))
-    calibrated = ["--activations", "tensor", "--smooth", "0.5", "--dataset", demo.TEXT, "--nsamples", 2, "--seqlen", 32]
-    for run, words in {
-        "layer": ["prune", "--sparsity", "0.7"],
-        "global": ["prune", "--sparsity", "0.7", "--scope", "global", "--format", "dense"],
-        "int8": ["quantize"],
-        "calibrated": ["quantize", *calibrated],
-        "kv": ["kv", *calibrated[4:]],
-    }.items():
-        found = {}
-        for n in sizes:
-            output = tmp_path / f"{run}-{n}"
-            process = command("compress", *words, tmp_path / str(n), "-o", output, "-q")
-            found[n] = (
-                process.peak_bytes(),
-                process.cpu_s,
-            )  # its own seconds: others that keep the machine busy do not change them
-            shutil.rmtree(output)
-        assert found[3][1] < 3 * found[1][1] * 1.2 + 1.0, found
-        plan = cli("compress", *words, tmp_path / "3", "-o", tmp_path / "planned", "--dry-run", "--json")
-        planned = plan.json["peak_memory_bytes"]
-        for peak, _ in found.values():
-            assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
-            assert run in ("calibrated", "kv") or peak < largest_shard + 3 * 2 * 2048 * 1024 + (400 << 20)
-        assert found[3][0] < found[1][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run in ("layer", "kv") else pytest.mark.thorough) for run in COSTS]
+)
+def test_cost_is_linear_and_memory_does_not_grow_with_shards(of_layers, tmp_path, cli, command, run):
+    found = {}
+    for layers, source in of_layers.items():
+        process = command("compress", *COSTS[run], source, "-o", tmp_path / str(layers), "-q")
+        # Its own seconds: others that keep the machine busy do not change them.
+        found[layers] = process.peak_bytes(), process.cpu_s
+    assert found[3][1] < 3 * found[1][1] * 1.2 + 1.0, found
+    plan = cli("compress", *COSTS[run], of_layers[3], "-o", tmp_path / "planned", "--dry-run", "--json")
+    planned = plan.json["peak_memory_bytes"]
+    largest_shard = max(path.stat().st_size for path in of_layers[3].glob("*.safetensors"))
+    for peak, _ in found.values():
+        assert peak < planned + (350 << 20)  # what torch and transformers take is about 340 MB
+        assert run in ("calibrated", "kv") or peak < largest_shard + 3 * 2 * 2048 * 1024 + (400 << 20)
+    assert found[3][0] < found[1][0] + (24 << 20)  # a layer of 18 MB that stayed would show twice
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -312,7 +318,7 @@ def test_interrupt_names_the_command_that_resumes(checkpoint_of, tmp_path, comma
     assert not list((tmp_path / "out").glob("*.tmp"))
 
 
-def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path):
+def test_errors_of_a_worker_process_reach_the_user(tiny, tmp_path, quick_workers):
     plan = plan_for(tiny, tmp_path / "out", 0.5)
     open_output(plan, resume=False, overwrite=False)
     (tmp_path / "out" / plan.shards[0].output).mkdir()  # in the way of the rename

@@ -39,7 +39,7 @@ def test_a_stage_within_another_is_not_counted_twice(monkeypatch):
     assert stages.seconds == {"write": 31.5, "pack": 7.0, "read": 5.0, "hash": 2.0}
 
 
-def test_the_command_tells_its_stages(cli, checkpoint_of, tmp_path):
+def test_the_command_tells_its_stages(cli, checkpoint_of, tmp_path, quick_workers):
     words = [checkpoint_of("llama"), "--sparsity", 0.6, "-q"]
     for workers in (1, 2):
         ran = cli("compress", "prune", *words, "--workers", workers, "-o", tmp_path / str(workers), "--json")

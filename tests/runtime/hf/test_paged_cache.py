@@ -30,7 +30,7 @@ PROMPTS = ("import os", "def main(args):\n    for name in args:\n        print(n
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory, tiny):
     path = tmp_path_factory.mktemp("kv") / "tiny-kv4"
-    run_recipe(KVCache(), tiny, path, text=few_words(8, 256))
+    run_recipe(KVCache(), tiny, path, text=few_words(4, 128))
     return path
 
 
@@ -43,7 +43,7 @@ def model(calibrated):
 def steady(tmp_path_factory, tiny):
     """8 bits, where it hardly shows that rounding tips a value from one code to the next: batches and pieces of a text round differently."""
     path = tmp_path_factory.mktemp("kv") / "tiny-kv8"
-    run_recipe(KVCache(bits=8), tiny, path, text=few_words(8, 256))
+    run_recipe(KVCache(bits=8), tiny, path, text=few_words(4, 128))
     return tilepress.load(path, dtype=torch.float32)
 
 
@@ -391,7 +391,7 @@ def test_random_appends_frees_and_reuse(checkpoint_of):
 @pytest.mark.gpu
 def test_on_a_card(calibrated, model, tokenizer, tiny, tmp_path):
     """Calibrated there it costs the same; generating there gives tokens, and the simulated perplexity of the CPU."""
-    run_recipe(KVCache(), tiny, tmp_path / "out", device="cuda", text=few_words(8, 256))
+    run_recipe(KVCache(), tiny, tmp_path / "out", device="cuda", text=few_words(4, 128))
     protocol = Protocol(str(demo.TEXT), "gptq", 256, None, 3)
     expected = measure(model, tokenizer, protocol, kv="sim").perplexity
     for path in (calibrated, tmp_path / "out"):
