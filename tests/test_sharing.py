@@ -69,6 +69,15 @@ def test_a_card_has_the_figures_and_the_artifact_stays_sound(mine):
     assert tilepress.verify(mine, reload=False).passed
 
 
+@pytest.mark.parametrize("head", ["date: 2001-13-01", "x: [", "a: &a [*a]", "license: [1"], ids=str)
+def test_a_source_s_card_that_does_not_say_what_it_should_is_left_out(tiny, tmp_path, head):
+    """After all of a run's work, nothing there may end it."""
+    shutil.copytree(tiny, tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_text(f"---\nlicense: mit\n{head}\n---\n# Source\n")
+    tilepress.compress(tmp_path / "source", tmp_path / "out", tilepress.Prune(0.5))
+    assert "license" not in huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+
+
 @pytest.mark.parametrize(
     "family,recipes,vllm",
     [

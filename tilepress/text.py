@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilepress.formats import TilepressError, UsageError, check_kinds, first_line, foreign_errors
+from tilepress.formats import TilepressError, UsageError, check_kinds, first_line, foreign_errors, lack_of_memory
 from tilepress.formats.hub import hub_lookups
 
 CALIBRATION = "Salesforce/wikitext:wikitext-2-raw-v1:train"  # read where a recipe needs text and none is given
@@ -87,7 +87,7 @@ def check_source(source: str) -> None:
         raise UsageError("--dataset is empty", hint)
     if path.suffix.lower() in (*_PLAIN, *_BUILDERS):
         if not path.is_file():
-            raise UsageError(f"no file {source}", hint)
+            raise UsageError(f"{source} is no regular file" if path.exists() else f"no file {source}", hint)
     elif path.exists() and not path.is_dir():
         raise UsageError(f"{source} is no .txt, .jsonl, .json or .parquet file", "rename it, or convert it to one")
 
@@ -245,6 +245,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False):
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
+        if lack_of_memory(error) is not None:
+            raise
         raise TilepressError(
             f"{folder.name} has no tokenizer that loads ({first_line(error)})",
             "copy tokenizer.json and tokenizer_config.json of the model into its folder",

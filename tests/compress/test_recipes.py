@@ -1,5 +1,6 @@
 """Recipes as files: what a manifest tells makes the same artifact again, and a file that is none is refused."""
 
+import itertools
 import json
 
 import pytest
@@ -65,6 +66,12 @@ def test_a_stack_from_a_file_is_the_artifact_again(checkpoint_of, tmp_path, cli)
     assert "nothing was written" in planned.out and not (tmp_path / "none").exists()
 
 
+# Lines that stand for 9^9 words.
+LAUGHS = f"model:\n  a: &a [{', '.join('x' * 9)}]\n" + "".join(
+    f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefghi")
+)
+
+
 @pytest.mark.parametrize(
     "content,message",
     [
@@ -85,6 +92,10 @@ def test_a_stack_from_a_file_is_the_artifact_again(checkpoint_of, tmp_path, cli)
         ("steps:\n- command: quantize\n  observer: percentile much", "observer 'percentile much'"),
         ("steps:\n- command: kv\n  bits: 4\n  nsamples: 0", "step 1: --nsamples 0"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nsteps: [*b]", "no recipe"),
+        ("model: 2001-13-01\nsteps: []", "no YAML .month must be"),
+        ("model: 0x" + "f" * 5000 + "\nsteps: []", "a number of 20000 bits"),
+        ("steps: &s\n- command: *s", "aliases that stand for more"),
+        (LAUGHS + "steps:\n- command: *i", "aliases that stand for more"),
     ],
 )
 def test_what_is_no_recipe_is_told_in_two_lines(tiny, tmp_path, cli, content, message):

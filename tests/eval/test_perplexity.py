@@ -218,7 +218,7 @@ def test_texts_that_cannot_be_read(tmp_path, monkeypatch):
         ("third.jsonl", "line 3 of .* is not valid JSON: .* at column 12"),
         ("half.jsonl", "line 1 of .* half of a surrogate pair"),
         ("notes.md", "is no .txt, .jsonl, .json or .parquet file"),
-        ("pipe.txt", "no file"),
+        ("pipe.txt", "no regular file"),
         ("pipe", "is no .txt"),
         ("other.jsonl", "no text column"),
         ("broken.jsonl", "line 1 of .* is not valid JSON"),

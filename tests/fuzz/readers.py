@@ -33,6 +33,7 @@ from tilepress.formats.checkpoint import (
     DTYPES,
     INDEX_NAME,
     MANIFEST_NAME,
+    MAX_DIMENSIONS,
     Checkpoint,
     read_header,
     read_json,
@@ -176,7 +177,9 @@ def _look_at_rules(path: Path) -> bool:
         sound = isinstance(config, dict) and all(kind in DTYPES for kind, _ in tensors.values())
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
-    if not sound or len(elements) < len(tensors) or max(elements, default=0) > 1 << 16:
+    if not sound or any(len(shape) > MAX_DIMENSIONS for _, shape in tensors.values()):
+        return False
+    if len(elements) < len(tensors) or max(elements, default=0) > 1 << 16:
         return False
 
     def value(name: str) -> torch.Tensor:

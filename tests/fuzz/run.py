@@ -11,6 +11,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MOST_S = 20  # of a processor, for one input
+PIECE_S = 40  # of a process: atheris keeps tensors that are compared, 50 KB for each input of tiled-bitmap
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 
@@ -40,7 +42,13 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if len(asked.readers) == 1:
-        fuzz(asked.readers[0], asked.seconds, asked.corpus or Path(tempfile.mkdtemp(prefix="fuzz-")))
+        corpus = asked.corpus or Path(tempfile.mkdtemp(prefix="fuzz-"))
+        if asked.seconds <= PIECE_S:
+            fuzz(asked.readers[0], asked.seconds, corpus)
+        for begin in range(0, asked.seconds, PIECE_S):
+            piece = "--seconds", str(min(PIECE_S, asked.seconds - begin)), "--corpus", str(corpus)
+            if code := subprocess.run([sys.executable, __file__, *asked.readers, *piece]).returncode:
+                sys.exit(code)
         return
     from fuzz.readers import READERS
 
@@ -53,7 +61,7 @@ def main() -> None:
 
 
 def fuzz(name: str, seconds: int, corpus: Path) -> None:
-    """Fuzz one reader in this process, which ends with it: with 0 if nothing was found."""
+    """Fuzz one reader in this process, which ends with it: with 0 if nothing was found in so many seconds of a processor."""
     import atheris
     import torch
 

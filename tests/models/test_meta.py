@@ -153,3 +153,23 @@ def test_memory_that_runs_out_while_loading_is_told_as_it_is(tiny, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(torch.OutOfMemoryError):
         tilepress.load(tiny)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set")], ids=repr)
+def test_memory_that_runs_out_while_a_model_is_built_is_no_fault_of_its_config(tiny, tmp_path, cli, monkeypatch, error):
+    from transformers import AutoModelForCausalLM
+
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", full)
+    ran = cli("compress", "prune", tiny, "-o", tmp_path / "out", "--sparsity", "0.5")
+    assert ran.code == 1 and ran.err.startswith("error: there is not enough memory") and "ulimit" in ran.err
+
+
+def test_a_name_does_not_pass_for_a_lack_of_memory(checkpoint_of, tmp_path):
+    source = changed(checkpoint_of("llama"), tmp_path / "source", {"model_type": "out of memory"})
+    with pytest.raises(TilepressError):
+        tilepress.load(source)
+    with pytest.raises(UsageError):
+        build_meta_model(Checkpoint(source))

@@ -13,7 +13,7 @@ import typer
 from tilepress.cli import terminal
 from tilepress.cli.commands import Group, register
 from tilepress.cli.terminal import EXIT_INTERRUPTED, plain, say
-from tilepress.formats import TilepressError
+from tilepress.formats import TilepressError, lack_of_memory
 from tilepress.version import __version__
 
 COMMANDS = {
@@ -49,9 +49,6 @@ app.add_typer(evaluate, name="eval", rich_help_panel="Compress and measure")
 register(compress, COMPRESS)
 register(evaluate, EVALUATE)
 register(app, COMMANDS)
-
-
-_NO_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory", "out of memory")
 
 
 class _Interrupt:
@@ -140,13 +137,11 @@ def _told(error: Exception) -> int:
         say(f"error: the output cannot be written: {error.strerror}")
         say("hint: free some space, or send it somewhere else")
         return 1
-    lines = str(error).strip().splitlines() or [""]
-    short = next((line for line in lines if any(words in line for words in _NO_MEMORY)), None)
-    if isinstance(error, MemoryError) or short:
-        say(f"error: there is not enough memory: {short or lines[0] or type(error).__name__}")
+    if (told := lack_of_memory(error)) is not None:
+        say(f"error: there is not enough memory: {told}")
         say("hint: free some, allow more (ulimit -v, the job's limit), or work on a smaller model")
         return 1
-    say(f"error: {type(error).__name__}: {lines[0]}")
+    say(f"error: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     say("hint: this was not foreseen; TILEPRESS_DEBUG=1 shows where it happened")
     return 1
 

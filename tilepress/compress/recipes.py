@@ -29,7 +29,7 @@ from tilepress.compress.run.finish import history
 from tilepress.compress.run.plan import Recipe
 from tilepress.formats import TilepressError, UsageError, first_line, foreign_errors
 from tilepress.formats.checkpoint import MANIFEST_NAME, read_manifest
-from tilepress.formats.files import regular
+from tilepress.formats.files import read_yaml, regular
 from tilepress.text import Text
 
 _KINDS = {kind.command.split()[-1]: kind for kind in (Prune, Recover, Quantize, KVCache, Convert)}
@@ -95,12 +95,10 @@ def of_manifest(manifest: Mapping) -> Steps:
 
 
 def _read(path: Path) -> Steps:
-    import yaml
-
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is no YAML ({first_line(error)})", _SHAPE) from error
+        found = read_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bytes that are no UTF-8, too
+        raise UsageError(f"{path} is no YAML ({error})", _SHAPE) from error
     steps = found.get("steps") if isinstance(found, dict) else None
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise UsageError(f"{path} is no recipe", _SHAPE)

@@ -16,6 +16,7 @@ from tilepress.eval.tasks import metrics_of
 from tilepress.formats import UsageError, foreign_errors
 from tilepress.formats.artifact import sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import MANIFEST_NAME, read_manifest
+from tilepress.formats.files import read_yaml
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- tilepress: measured -->", "<!-- tilepress: end -->"
@@ -38,7 +39,7 @@ def write_card(artifact: str | Path, result: dict) -> Path:
     with foreign_errors(f"{CARD} of {folder} is not as a run writes it", "make the artifact again"):
         text = (folder / CARD).read_text(encoding="utf-8")
         _, front, body = text.split("---\n", 2)
-        head = yaml.safe_load(front) or {}
+        head = read_yaml(front) or {}
         before = _SECTION.search(body)
         rows = _joined(before[0] if before else "", rows)
         section = "\n".join([_BEGIN, "## Measured", "", *_HEAD, *rows, "", _END, ""])

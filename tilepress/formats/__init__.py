@@ -54,6 +54,28 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__} {said[0][:160]}".rstrip()
 
 
+_NO_MEMORY = (
+    "can't allocate memory",
+    "failed to map segment",
+    "Cannot allocate memory",
+    "out of memory",
+    "error return without exception set",  # of Python itself, where an import found no room for it
+)
+
+
+def lack_of_memory(error: Exception) -> str | None:
+    """Return what an error says of memory that ran out, a card's too; None for an error of another kind.
+
+    Words count where the system speaks, not where a message may quote a file."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, (ImportError, OSError, RuntimeError, SystemError)):
+        found = next((line for line in lines if any(words in line for words in _NO_MEMORY)), None)
+        if found is not None:
+            return found
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # OutOfMemoryError is torch's, not imported here
+    return lines[0] if kinds & {"MemoryError", "OutOfMemoryError"} else None
+
+
 @contextmanager
 def foreign_errors(message: str, hint: str) -> Iterator[None]:
     """Turn what other packages raise in the body into a TilepressError, with the first line of theirs behind `message`.
@@ -61,10 +83,10 @@ def foreign_errors(message: str, hint: str) -> Iterator[None]:
     Memory that runs out, a card's too, is told as it is."""
     try:
         yield
-    except (TilepressError, MemoryError):
+    except TilepressError:
         raise
     except Exception as error:
-        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):  # torch's, not imported here
+        if lack_of_memory(error) is not None:
             raise
         raise TilepressError(f"{message}: {first_line(error)}", hint) from error
 

@@ -1,13 +1,17 @@
-"""Files that others wrote, read with bounds: a pipe is not waited for, and JSON takes no more memory than a model's may."""
+"""Files that others wrote, read with bounds: a pipe is not waited for, and JSON takes no more memory than a model's may, YAML no more than it shows."""
 
 import json
 import re
 from pathlib import Path
 
-from tilepress.formats import TilepressError, UsageError
+from tilepress.formats import TilepressError, UsageError, first_line
 
 REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 _MAX_JSON_BYTES = 1 << 26
+_MAX_YAML_CHARACTERS = 1 << 20
+_MAX_YAML_WRITTEN_OUT = (
+    1 << 22
+)  # characters and values: a few lines of aliases can stand for more than any memory holds
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, as JSON may write it
 
 
@@ -43,3 +47,27 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise TilepressError(f"{path} does not hold a JSON object", REPAIR_HINT)
     return value
+
+
+def read_yaml(text: str) -> object:
+    """What YAML says, as plain values. Raises ValueError for what is none, and for more than a recipe or a card can need."""
+    import yaml
+
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise ValueError(f"more than {_MAX_YAML_CHARACTERS >> 20} MiB of YAML")
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(first_line(error)) from error
+    left, written_out = [found], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and abs(value) >= 1 << 64:  # which Python may refuse to print
+            raise ValueError(f"a number of {value.bit_length()} bits")
+        written_out += 1 + (len(value) if isinstance(value, (str, bytes)) else 0)
+        left += (
+            (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
+        )
+        if written_out + len(left) > _MAX_YAML_WRITTEN_OUT:
+            raise ValueError("aliases that stand for more than a file can hold")
+    return found

@@ -268,8 +268,9 @@ def load(checkpoint: Checkpoint) -> KVCalibration | None:
             f"{_AGAIN}, or remove {FOLDER}/",
         )
     forms, heads, dim, rotations = forms_in(facts), facts["kv_heads"], facts["head_dim"], facts["rotation"]
+    path = regular(checkpoint.path / FOLDER / TENSORS_NAME)
     try:
-        tensors = load_file(regular(checkpoint.path / FOLDER / TENSORS_NAME))
+        tensors = load_file(path)
     except Exception as error:
         raise TilepressError(f"cannot read {FOLDER}/{TENSORS_NAME}: {first_line(error)}", _AGAIN) from error
 

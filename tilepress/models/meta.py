@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from tilepress.formats import UsageError, first_line
+from tilepress.formats import UsageError, first_line, lack_of_memory
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight
 
 _COUNTED = re.compile(r"(layers?|labels|experts|heads?|blocks|groups|depth)$")  # keys of a config that say how many
@@ -47,6 +47,8 @@ def build_meta_model(checkpoint: Checkpoint, trust_remote_code: bool = False, de
     except UsageError:
         raise
     except Exception as error:  # whatever a config.json can make a model class raise
+        if lack_of_memory(error) is not None:
+            raise
         raise UsageError(
             f"no causal language model for architecture {kind!r} of {checkpoint.path.name} ({' '.join(str(error).split())[:160]})",
             "upgrade transformers, or add --trust-remote-code if the checkpoint brings code that you have read",

@@ -16,6 +16,7 @@ from tilepress.compress.run.plan import OURS, Plan, done_record, other_files
 from tilepress.formats import TilepressError, installing
 from tilepress.formats.artifact import disk_errors, encoded, sha256_file, to_json, write_atomic
 from tilepress.formats.checkpoint import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, Checkpoint, read_manifest
+from tilepress.formats.files import read_yaml
 from tilepress.formats.int8 import FORMAT, PACKED_FORMAT
 from tilepress.formats.layout import layout_named
 from tilepress.version import __version__
@@ -151,8 +152,8 @@ def source_head(folder: Path) -> dict:
     if not text.startswith("---\n") or text.count("---\n") < 2:
         return {}
     try:
-        found = yaml.safe_load(text.split("---\n", 2)[1])
-    except yaml.YAMLError:  # a card of anyone's; the hub would not read it either
+        found = read_yaml(text.split("---\n", 2)[1])
+    except ValueError:  # a card of anyone's; the hub would not read it either
         return {}
     return {key: found[key] for key in _OF_THE_SOURCE if key in found} if isinstance(found, dict) else {}
 
