@@ -85,12 +85,12 @@ def main(words: list[str] | None = None) -> None:
     until, log = time.monotonic() + how.seconds, how.output.with_suffix(".log")
     folder = how.scratch / f"random-{how.shape}"
     paths = {"model": folder, "text": f"{folder}.jsonl", "int8": how.scratch / "int8", "kv": how.scratch / "int8-kv4"}
+    _, printed = timed([sys.executable, "-m", "tilepress", "env", "--json"], 60, log)
+    env = json.loads(printed or "{}")
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     told: dict = {"shape": how.shape, "nsamples": how.nsamples, "seqlen": how.seqlen, "rows": []}
-    env, _ = timed([sys.executable, "-m", "tilepress", "env", "--json"], 60, log)
-    env = json.loads(_ or "{}")
     told["device"] = (env.get("cards") or ["cpu"])[0] if how.device != "cpu" else "cpu"
     told["versions"] = {name: env.get(name) for name in ("tilepress", "torch", "transformers")}
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     told["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
     script = ROOT / "benchmarks" / "random_checkpoint.py"
     made, _ = timed([sys.executable, str(script), how.shape, str(folder), "--device", how.device], how.seconds, log)
