@@ -23,6 +23,7 @@
 #define THREADS 128
 #define X_BYTES (NT * 128)                    // of a stage: a tile's columns
 #define COUNT (NT / 2)                        // accumulators for 16 rows
+#define STEPS (NT < 32 ? 4 : 2)               // at once: of more the compiler reads ahead more than there are registers
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void copy_x(u32 to, const u16* x, int column, int n, 
 // `window` and `x`: this lane's rows for ldmatrix; `of_a` and `of_b`: where their first 16 columns stand.
 __device__ __forceinline__ void multiply(float (&acc)[2][COUNT], u32 window, u32 of_a, u32 x, u32 of_b) {
   u32 b[4];
-#pragma unroll
+#pragma unroll STEPS
   for (int step = 0; step < 4; ++step) {
     u32 a[2][4];
     load_matrices(a[0], window + (of_a ^ step * 32));
