@@ -593,13 +593,14 @@ def test_words_fetched_ahead_are_those_of_a_tile():
 
 
 def compiled_for_other_cards():
+    """What `plan` makes of weights of 50 % zeros, for which most registers hold words, and of another density."""
     for capability, target in zip(
         OTHER_CARDS, ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a", "sm_90a"), strict=True
     ):
         card = arch.card_of(*capability)
-        for i, (n, density) in enumerate(itertools.product(tiled_csl_mma.BLOCKS, (0.1, 0.2, 0.3, 0.4, 0.5))):
-            dtype = (torch.float16, torch.bfloat16)[i % 2]
-            yield target, tiled_csl_mma.plan(n, round(8192 * density) * 28672, 28672, card, dtype).chosen
+        for i, n in enumerate(tiled_csl_mma.BLOCKS):
+            for dtype, density in ((torch.float16, 0.5), (torch.bfloat16, (0.1, 0.2, 0.3, 0.4)[i % 4])):
+                yield target, tiled_csl_mma.plan(n, round(8192 * density) * 28672, 28672, card, dtype).chosen
 
 
 @pytest.mark.thorough

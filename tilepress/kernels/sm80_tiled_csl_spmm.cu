@@ -176,7 +176,7 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
       if (threadIdx.x == 0) parts.announce(number);
       continue;
     }
-    if (stop > start) parts.add(all, start, number, cut, 1);
+    if (stop > start) parts.add<(NT + 15) / 16>(all, start, number, cut, 1);
     const int walk = start / tiles, column = walk * NT;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
