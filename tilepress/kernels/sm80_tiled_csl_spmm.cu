@@ -49,7 +49,7 @@ __device__ __forceinline__ void clear(u32 window) {
 }
 
 __device__ __forceinline__ void copy_x(u32 to, const u16* x, int column, int n, int k, int stride) {
-#pragma unroll 2
+#pragma unroll 1
   for (int i = threadIdx.x; i < NT * 8; i += THREADS) {
     const int row = i / 8, piece = i % 8, c = column + piece * 8;
     const bool ok = row < n && c < k;
