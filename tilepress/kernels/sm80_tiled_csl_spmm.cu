@@ -23,7 +23,7 @@
 #define THREADS 128
 #define X_BYTES (NT * 128)                    // of a stage: a tile's columns
 #define COUNT (NT / 2)                        // accumulators for 16 rows
-#define STEPS (NT < 32 ? 4 : 2)               // at once: of more the compiler reads ahead more than there are registers
+#define STEPS (NT < 32 ? 4 : NT == 64 ? 1 : 2)  // at once: of more the compiler reads ahead more than there are registers
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;
