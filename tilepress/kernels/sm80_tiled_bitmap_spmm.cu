@@ -1,8 +1,9 @@
 // y[n, M] = x[n, K] W[M, K]^T + bias, W as tiled bitmap (formats/tiled_bitmap.py), on mma.sync and cp.async: for cards
 // from sm_80 on that are not Hopper.
 //
-// A block walks through tiles of W, 128 rows and 128 columns each. STAGES of them stand in shared memory, each with 128
-// columns of x, and all but the one that is multiplied are on their way. A warp has 16 * GROUPS_OF_ROWS rows of a tile:
+// A block walks through units of W: the tiles, 128 rows and 128 columns each, of PAIRS row blocks, one below the other.
+// STAGES of them stand in shared memory, each with 128 columns of x, and all but the one that is multiplied are on their
+// way. A warp has 16 * GROUPS_OF_ROWS rows of a tile:
 // a lane reads the values of its runs straight into the registers that mma.sync takes as operand A, which are those of
 // wgmma; ldmatrix reads x as operand B, once for all of the warp's rows. Several blocks of a multiprocessor hide each
 // other's waits.
@@ -13,7 +14,7 @@
 // Words, offsets and cuts are read before earlier kernels of the stream have ended (sm_90 and later): they must not be
 // what a kernel writes that may still be running.
 //
-// Macros: NT columns of y, 8 .. 128; GROUPS_OF_ROWS 1 | 2; STAGES; PART 2 | 4, steps that are
+// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; GROUPS_OF_ROWS 1 | 2; STAGES; PART 2 | 4, steps that are
 // unrolled; BLOCKS of a multiprocessor; those of tiled_bitmap.cuh. x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
 
 #include "mma.cuh"
@@ -22,7 +23,8 @@
 #include "split_sum.cuh"
 #include "output.cuh"
 
-#define WARPS (8 / GROUPS_OF_ROWS)
+#define TILE_WARPS (8 / GROUPS_OF_ROWS)
+#define WARPS (PAIRS * TILE_WARPS)
 #define THREADS (32 * WARPS)
 #define X_BYTES (NT * 256)                    // of a stage
 #define COUNT (NT / 2)                        // accumulators for 16 rows
@@ -79,15 +81,15 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
                  const u16* scale,                  // 16-bit [m] of int8 values, or null
                  const u16* bias,                   // 16-bit [m] or null
                  u16* y,                            // 16-bit [n, m]
-                 float* sums,                       // float32 [blocks, 128 * NT]: parts of sums
+                 float* sums,                       // float32 [blocks, PAIRS * 128 * NT]: parts of sums
                  u64* left,                         // uint64 [blocks, WARPS / 4]: whose parts are there
                  u64 ticket,
-                 int n, int m, int k, int stride, int k_blocks, int tiles, int walks, int tile_bytes,
-                 int successors_wait) {
+                 int n, int m, int k, int stride, int k_blocks, int units, int tiles, int walks,
+                 int tile_bytes, int successors_wait) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);    // x of all stages, then their tiles
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Runs cut(cuts, walks, tiles);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / TILE_WARPS;
+  const Runs cut(cuts, walks, units);
   const int number = cut.mine(walks), begin = cut(number);
   const Parts parts = {sums, left, ticket, WARPS / 4, warp / 4};
   int unit = cut(number + 1), asked = unit;   // tiles from `asked` on were asked for
@@ -100,18 +102,31 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
 #endif
     return;
   }
-  Cursor next(unit - 1, tiles, k_blocks);     // the one that is asked for next
-  int first = __ldg(offsets + next.tile), end = __ldg(offsets + next.tile + 1);
+  Cursor next(unit - 1, units, k_blocks);     // the one that is asked for next
+  int first[PAIRS], end[PAIRS];               // of its tiles' words
+  const auto look_up = [&] {
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+      const int tile = (next.tile - next.column) * PAIRS + p * k_blocks + next.column;
+      first[p] = end[p] = 0;
+      if (PAIRS > 1 && tile >= tiles) continue;            // there is no such row block
+      first[p] = __ldg(offsets + tile); end[p] = __ldg(offsets + tile + 1);
+    }
+  };
+  look_up();
+  const u32 all_tiles = base + STAGES * X_BYTES;
   const auto bring_words = [&](int stage) {
     if (asked <= begin) return;
-    copy_words(base + STAGES * X_BYTES + stage * tile_bytes, words + first, end - first, walks > 1);
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p)
+      copy_words(all_tiles + (stage * PAIRS + p) * tile_bytes, words + first[p], end[p] - first[p], walks > 1);
   };
   const auto bring_x = [&](int stage) {
     if (asked > begin) {
       copy_x(base + stage * X_BYTES, x + (u64)next.walk * NT * stride, next.column * 128, n - next.walk * NT, k, stride);
       if (--asked > begin) {                  // offsets are here when the next tile is asked for
-        next.back(tiles, k_blocks);
-        first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
+        next.back(units, k_blocks);
+        look_up();
       }
     }
     copies_end();
@@ -131,6 +146,8 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
   while (unit > begin) {
     const int start = (unit - 1) / k_blocks * k_blocks, stop = max(begin, start);
     const bool has_end = unit == start + k_blocks;
+    const int walk = start / units, row_block = (start - walk * units) / k_blocks * PAIRS + pair;
+    const bool is_there = row_block * 128 < m;
     float acc[GROUPS_OF_ROWS][COUNT];
 #pragma unroll
     for (int g = 0; g < GROUPS_OF_ROWS; ++g)
@@ -141,20 +158,22 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
       __syncthreads();                        // a stage is there for all, and all have read the one before
       const int free = stage == 0 ? STAGES - 1 : stage - 1;
       bring_words(free); bring_x(free);
-      const u32 tile = base + STAGES * X_BYTES + stage * tile_bytes;
+      const int now = stage;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if (PAIRS > 1 && !is_there) continue;
+      const u32 tile = all_tiles + (now * PAIRS + pair) * tile_bytes;
       u32 b[4];
 #if GROUPS_OF_ROWS == 2
-      Run run[2] = {Run(tile, warp * 64 + lane), Run(tile, warp * 64 + 32 + lane)};
+      Run run[2] = {Run(tile, warp % 4 * 64 + lane), Run(tile, warp % 4 * 64 + 32 + lane)};
 #else
-      Run run[1] = {Run(tile, threadIdx.x)};
+      Run run[1] = {Run(tile, threadIdx.x % 256)};
 #endif
 #pragma unroll 1                              // else the compiler reads further ahead than there are registers
       for (int i = 0; i < 8 / PART; ++i) {
-        multiply<0>(acc, run, base + stage * X_BYTES + of_x ^ i * PART * 32, b);
+        multiply<0>(acc, run, base + now * X_BYTES + of_x ^ i * PART * 32, b);
 #pragma unroll
         for (int g = 0; g < GROUPS_OF_ROWS; ++g) run[g].skip_bits<PART * STEP_BITS>();
       }
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     float (&all)[GROUPS_OF_ROWS * COUNT] = (float (&)[GROUPS_OF_ROWS * COUNT])acc;
     if (!has_end) {
@@ -164,10 +183,10 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
       continue;
     }
     if (stop > start) parts.add(all, start, number, cut, 1 + parts.mine);
-    const int walk = start / tiles, column = walk * NT;
+    const int column = walk * NT;
 #pragma unroll
     for (int g = 0; g < GROUPS_OF_ROWS; ++g) {
-      const int top = (start - walk * tiles) / k_blocks * 128 + (warp * GROUPS_OF_ROWS + g) * 16, mine = top + lane / 4;
+      const int top = row_block * 128 + (warp % TILE_WARPS * GROUPS_OF_ROWS + g) * 16, mine = top + lane / 4;
       const float b = bias_of(bias, mine, m), below_b = bias_of(bias, mine + 8, m);
       const float s = INT8 ? bias_of(scale, mine, m) * INT8_FACTOR : 1.f,
                   below_s = INT8 ? bias_of(scale, mine + 8, m) * INT8_FACTOR : 1.f;

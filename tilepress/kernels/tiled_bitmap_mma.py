@@ -18,12 +18,13 @@ from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.packed import aligning
 from tilepress.kernels.tiled_bitmap_decode import macros
 
-# Columns of y that a block takes at once, and the most blocks of a multiprocessor then, as registers allow.
-BLOCKS = {8: 5, 16: 5, 32: 4, 64: 3, 128: 2}
+# Columns of y that a block takes at once, and the most blocks of a multiprocessor then: with more, the compiler has too few registers to read ahead.
+BLOCKS = {8: 4, 16: 4, 32: 4, 64: 3, 128: 2}
 MOST_BLOCKS = max(BLOCKS.values())
-_TAKES = "words* offsets* cuts* x* scale* bias* y* sums* left* ticket:8 n m k stride k_blocks tiles walks tile_bytes successors_wait"
+_TAKES = "words* offsets* cuts* x* scale* bias* y* sums* left* ticket:8 n m k stride k_blocks units tiles walks tile_bytes successors_wait"
 _STAGES = (4, 3, 2)
-_FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
+_WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
+_FEWEST_TILES = 1.5  # of a block: blocks that share a row block add up what the others have left
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Configuration:
     """What a kernel is compiled for."""
 
     columns: int  # of y, one of BLOCKS
+    pairs: int  # row blocks that a block multiplies at once, with the same x: 2 for 128 columns of large weights
     stages: int
     blocks: int  # of a multiprocessor
     dtype: torch.dtype  # of x
@@ -40,12 +42,13 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        return 32 * TILE_ROWS // 16 // self.row_groups
+        return 32 * self.pairs * TILE_ROWS // 16 // self.row_groups
 
     @property
     def source(self) -> str:
         own = {
             "NT": self.columns,
+            "PAIRS": self.pairs,
             "GROUPS_OF_ROWS": self.row_groups,
             "STAGES": self.stages,
             "PART": 2 if self.columns == 128 else 4,
@@ -55,7 +58,7 @@ class Configuration:
 
     def shared_bytes(self, tile_bytes: int) -> int:
         """Return the dynamic shared memory of a block, in bytes."""
-        return self.stages * (tile_bytes + 2 * TILE_COLS * self.columns)
+        return self.stages * (self.pairs * tile_bytes + 2 * TILE_COLS * self.columns)
 
 
 class Plan(NamedTuple):
@@ -75,14 +78,17 @@ def plan(
     wanted = next((columns for columns in BLOCKS if n <= columns), max(BLOCKS))
     for columns in [c for c in reversed(BLOCKS) if c <= wanted]:
         walks = -(-n // columns)
-        for blocks in range(BLOCKS[columns], 0, -1):
+        shapes = [(1, blocks) for blocks in range(BLOCKS[columns], 0, -1)]
+        if columns == 128 and tiles * walks >= _WIDE_TILES * card.multiprocessors:
+            shapes.insert(0, (2, 1))
+        for pairs, blocks in shapes:
             room = min(card.block_shared_bytes, card.shared_bytes // blocks - arch.RESERVED_BYTES)
             if blocks > 1 and tiles * walks < _FEWEST_TILES * blocks * card.multiprocessors:
                 continue
             for stages in _STAGES:
-                chosen = Configuration(columns, stages, blocks, dtype, value_dtype, group)
+                chosen = Configuration(columns, pairs, stages, blocks, dtype, value_dtype, group)
                 if chosen.shared_bytes(tile_bytes) <= room:
-                    grid = max(1, min(card.multiprocessors * blocks, tiles * walks) // walks)
+                    grid = max(1, min(card.multiprocessors * blocks, tiles * walks // pairs) // walks)
                     return Plan(chosen, walks, grid * walks)
     raise AssertionError(f"tiles of {tile_bytes} bytes")  # the largest that there are fit every card
 
@@ -104,14 +110,15 @@ def multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None
     def launching(tile_bytes: int) -> tuple[Launch, Callable, int | None]:
         """The launch, the memory for sums, and the number of blocks whose runs the kernel reads, if it does."""
         chosen, walks, grid = plan(n, tiles, tile_bytes, card, x.dtype, packed.dtype, packed.group)
-        reads_cuts = walks == 1 and grid % card.multiprocessors == 0
+        reads_cuts = walks == chosen.pairs == 1 and grid % card.multiprocessors == 0  # else equal numbers of units
+        units = -(-tiles // k_blocks // chosen.pairs) * k_blocks
         optional = [0 if t is None else VARIES for t in (packed.scale, bias)]
         args = (
             *(VARIES, VARIES, VARIES if reads_cuts else 0, VARIES, *optional, VARIES, VARIES, VARIES, VARIES),
-            *(n, rows, flat.shape[1], flat.stride(0), k_blocks, tiles, walks, tile_bytes, VARIES),
+            *(n, rows, flat.shape[1], flat.stride(0), k_blocks, units, tiles, walks, tile_bytes, VARIES),
         )
         launch = Launch(kernel(chosen, tile_bytes), device, grid, args)
-        scratch = split_sum.scratch(device, grid, 2 // chosen.row_groups, TILE_ROWS, chosen.columns)
+        scratch = split_sum.scratch(device, grid, chosen.threads // 128, chosen.pairs * TILE_ROWS, chosen.columns)
         return launch, scratch, grid if reads_cuts else None
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, *_) -> Tensor:

@@ -18,11 +18,12 @@ from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.packed import PerWeight, aligning, cuts_of
 
 # Columns of y that a block takes at once, and the most blocks of a multiprocessor then, as registers allow.
-BLOCKS = {8: 6, 16: 5, 32: 3, 64: 3, 128: 2}
+BLOCKS = {8: 6, 16: 6, 32: 3, 64: 3, 128: 2}
 GROUPS = (2, 4, 6, 8)  # of 16 bytes of words, that a thread fetches ahead: a tile with 60 % zeros
 _THREADS = 128
 _TAKES = "words* offsets* cuts* x* bias* y* sums* left* ticket:8 n m k stride k_blocks tiles walks successors_wait"
-_FEWEST_TILES = 6  # of a block: blocks that share a row block add up what the others have left
+_FEWEST_TILES = 4  # of a block: blocks that share a row block add up what the others have left
+_MANY_BLOCKS = 6  # hide each other's waits better than a second window does
 _TILE_COST = 512  # of an empty tile, in 16 bytes
 
 
@@ -65,20 +66,20 @@ def groups_for(words: int, tiles: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan(n: int, words: int, tiles: int, card: arch.Card, dtype: torch.dtype) -> Plan:
-    """Choose for n rows of x and a weight of so many words and tiles: two windows for each block where as many blocks as half of the registers allow have
-    room for them, and as many blocks as there are tiles enough for."""
+    """Choose for n rows of x and a weight of so many words and tiles: as many blocks as there are tiles enough for, with two windows each, or one where many
+    blocks have room for that alone."""
     columns = next((columns for columns in BLOCKS if n <= columns), max(BLOCKS))
     walks, groups = -(-n // columns), groups_for(words, tiles)
-    found = []
+    found = {}
     for windows in (2, 1):
         for blocks in range(BLOCKS[columns], 0, -1):
             chosen = Configuration(columns, windows, groups, blocks, dtype == torch.bfloat16)
             room = min(card.block_shared_bytes, card.shared_bytes // blocks - arch.RESERVED_BYTES)
             enough = blocks == 1 or tiles * walks >= _FEWEST_TILES * blocks * card.multiprocessors
             if enough and chosen.shared_bytes <= room:
-                found.append(chosen)
+                found[windows] = chosen
                 break
-    chosen = found[0] if 2 * found[0].blocks >= found[-1].blocks else found[-1]
+    chosen = found[2] if found[2].blocks == found[1].blocks < _MANY_BLOCKS else found[1]
     grid = max(1, min(card.multiprocessors * chosen.blocks, tiles * walks) // walks)
     return Plan(chosen, walks, grid * walks)
 
