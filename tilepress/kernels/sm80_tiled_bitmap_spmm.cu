@@ -2,11 +2,10 @@
 // from sm_80 on that are not Hopper.
 //
 // A block walks through units of W: the tiles, 128 rows and 128 columns each, of PAIRS row blocks, one below the other.
-// STAGES of them stand in shared memory, each with 128 columns of x, and all but the one that is multiplied are on their
-// way. A warp has 16 * GROUPS_OF_ROWS rows of a tile:
-// a lane reads the values of its runs straight into the registers that mma.sync takes as operand A, which are those of
-// wgmma; ldmatrix reads x as operand B, once for all of the warp's rows. Several blocks of a multiprocessor hide each
-// other's waits.
+// STAGES of them stand in shared memory, each with 128 columns of x, and all but the one that is multiplied are on
+// their way. A warp has 16 * GROUPS_OF_ROWS rows of a tile: a lane reads the values of its runs straight into the
+// registers that mma.sync takes as operand A, which are those of wgmma; ldmatrix reads x as operand B, once for all of
+// the warp's rows. Several blocks of a multiprocessor hide each other's waits.
 //
 //   global --cp.async--> tile, x in a stage --LDS, LDSM--> A, B --mma.sync--> accumulators --> y
 //
@@ -14,8 +13,9 @@
 // Words, offsets and cuts are read before earlier kernels of the stream have ended (sm_90 and later): they must not be
 // what a kernel writes that may still be running.
 //
-// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; GROUPS_OF_ROWS 1 | 2; STAGES; PART 2 | 4, steps that are
-// unrolled; BLOCKS of a multiprocessor; those of tiled_bitmap.cuh. x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
+// Macros: NT columns of y, 8 .. 128; PAIRS 1 | 2; GROUPS_OF_ROWS 1 | 2; STAGES; PART 2 | 4, steps that are unrolled, or
+// 0: each is read before the one ahead of it is multiplied; BLOCKS of a multiprocessor; those of tiled_bitmap.cuh. x in
+// rows of `k` columns, a multiple of 8, `stride` apart, likewise.
 
 #include "mma.cuh"
 #include "tiled_bitmap.cuh"
@@ -46,23 +46,18 @@ __device__ __forceinline__ void copy_x(u32 to, const u16* x, int column, int n, 
   }
 }
 
-// Step after step of a part of a tile, from STEP on. `x`: where this lane's row of x for ldmatrix stands, in the part's
-// first 16 columns.
-template <int STEP>
-__device__ __forceinline__ void multiply(float (&acc)[GROUPS_OF_ROWS][COUNT], Run (&run)[GROUPS_OF_ROWS], u32 x,
+// A step's product. `x`: where this lane's row of x for ldmatrix stands, in the step's 16 columns; `odd` is the step's.
+template <bool ODD = false>
+__device__ __forceinline__ void multiply(float (&acc)[GROUPS_OF_ROWS][COUNT], const u32 (&a)[GROUPS_OF_ROWS][4], u32 x,
                                          u32 (&b)[4]) {
-  u32 a[GROUPS_OF_ROWS][4];
-#pragma unroll
-  for (int g = 0; g < GROUPS_OF_ROWS; ++g) read_step<STEP>(a[g], run[g]);
-  const u32 at = x ^ STEP * 32;
   if (NT == 8) {                              // a load is of two steps
-    if (STEP % 2 == 0) load_matrices(b, at);
+    if (!ODD) load_matrices(b, x);
 #pragma unroll
-    for (int g = 0; g < GROUPS_OF_ROWS; ++g) mma(acc[g], a[g], b[STEP % 2 * 2], b[STEP % 2 * 2 + 1]);
+    for (int g = 0; g < GROUPS_OF_ROWS; ++g) mma(acc[g], a[g], b[ODD * 2], b[ODD * 2 + 1]);
   } else {
 #pragma unroll
     for (int j = 0; j < NT / 8; j += 2) {
-      load_matrices(b, at + j * 8 * 256);
+      load_matrices(b, x + j * 8 * 256);
 #pragma unroll
       for (int g = 0; g < GROUPS_OF_ROWS; ++g) {
         mma(acc[g] + 4 * j, a[g], b[0], b[1]);
@@ -70,7 +65,51 @@ __device__ __forceinline__ void multiply(float (&acc)[GROUPS_OF_ROWS][COUNT], Ru
       }
     }
   }
-  if constexpr (STEP + 1 < PART) multiply<STEP + 1>(acc, run, x, b);
+}
+
+template <int STEP = 0>
+__device__ __forceinline__ void read(u32 (&a)[GROUPS_OF_ROWS][4], Run (&run)[GROUPS_OF_ROWS]) {
+#pragma unroll
+  for (int g = 0; g < GROUPS_OF_ROWS; ++g) read_step<STEP>(a[g], run[g]);
+}
+
+template <int COUNT_OF_STEPS> __device__ __forceinline__ void skip(Run (&run)[GROUPS_OF_ROWS]) {
+#pragma unroll
+  for (int g = 0; g < GROUPS_OF_ROWS; ++g) run[g].skip_bits<COUNT_OF_STEPS * STEP_BITS>();
+}
+
+// Steps of a part, from STEP on.
+template <int STEP>
+__device__ __forceinline__ void multiply_part(float (&acc)[GROUPS_OF_ROWS][COUNT], Run (&run)[GROUPS_OF_ROWS], u32 x,
+                                              u32 (&b)[4]) {
+  u32 a[GROUPS_OF_ROWS][4];
+  read<STEP>(a, run);
+  multiply<STEP % 2>(acc, a, x ^ STEP * 32, b);
+  if constexpr (STEP + 1 < PART) multiply_part<STEP + 1>(acc, run, x, b);
+}
+
+__device__ __forceinline__ void multiply_tile(float (&acc)[GROUPS_OF_ROWS][COUNT], Run (&run)[GROUPS_OF_ROWS], u32 x) {
+  u32 b[4];
+#if PART
+#pragma unroll 1                              // else the compiler reads further ahead than there are registers
+  for (int i = 0; i < 8 / PART; ++i) {
+    multiply_part<0>(acc, run, x ^ i * PART * 32, b);
+    skip<PART>(run);
+  }
+#else
+  u32 a[2][GROUPS_OF_ROWS][4];
+  read(a[0], run);
+  skip<1>(run);
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    read(a[1], run);
+    skip<1>(run);
+    multiply(acc, a[0], x ^ i * 64, b);
+    if (i < 3) read(a[0], run);
+    skip<1>(run);
+    multiply<true>(acc, a[1], x ^ i * 64 ^ 32, b);
+  }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -92,7 +131,7 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
   const Runs cut(cuts, walks, units);
   const int number = cut.mine(walks), begin = cut(number);
   const Parts parts = {sums, left, ticket, WARPS / 4, warp / 4};
-  int unit = cut(number + 1), asked = unit;   // tiles from `asked` on were asked for
+  int unit = cut(number + 1);
 #if __CUDA_ARCH__ >= 900
   if (successors_wait) launch_dependents();
 #endif
@@ -115,29 +154,30 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
   };
   look_up();
   const u32 all_tiles = base + STAGES * X_BYTES;
-  const auto bring_words = [&](int stage) {
-    if (asked <= begin) return;
+  const auto bring_words = [&](int stage, int after) {     // of the unit ahead of `after`: `next`
+    if (after <= begin) return;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p)
       copy_words(all_tiles + (stage * PAIRS + p) * tile_bytes, words + first[p], end[p] - first[p], walks > 1);
   };
-  const auto bring_x = [&](int stage) {
-    if (asked > begin) {
-      copy_x(base + stage * X_BYTES, x + (u64)next.walk * NT * stride, next.column * 128, n - next.walk * NT, k, stride);
-      if (--asked > begin) {                  // offsets are here when the next tile is asked for
+  const auto bring_x = [&](int stage, int after) {
+    if (after > begin) {
+      const int row = next.walk * NT;
+      copy_x(base + stage * X_BYTES, x + (u64)row * stride, next.column * 128, n - row, k, stride);
+      if (after - 1 > begin) {                // offsets are here when the next tile is asked for
         next.back(units, k_blocks);
         look_up();
       }
     }
     copies_end();
   };
-  bring_words(0);
+  bring_words(0, unit);
 #if __CUDA_ARCH__ >= 900
   wait_for_grid(!successors_wait);
 #endif
-  bring_x(0);
+  bring_x(0, unit);
 #pragma unroll
-  for (int i = 1; i < STAGES - 1; ++i) { bring_words(i); bring_x(i); }
+  for (int i = 1; i < STAGES - 1; ++i) { bring_words(i, unit - i); bring_x(i, unit - i); }
 
   // Matrices of ldmatrix: two halves of a step, then 8 more columns of y, or the next step.
   const int of_row = NT == 8 ? lane % 8 : lane / 16 * 8 + lane % 8, half = NT == 8 ? lane / 8 : lane / 8 % 2;
@@ -157,23 +197,17 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
       wait_for_copies<STAGES - 2>();
       __syncthreads();                        // a stage is there for all, and all have read the one before
       const int free = stage == 0 ? STAGES - 1 : stage - 1;
-      bring_words(free); bring_x(free);
+      bring_words(free, unit - STAGES + 1); bring_x(free, unit - STAGES + 1);
       const int now = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       if (PAIRS > 1 && !is_there) continue;
       const u32 tile = all_tiles + (now * PAIRS + pair) * tile_bytes;
-      u32 b[4];
 #if GROUPS_OF_ROWS == 2
       Run run[2] = {Run(tile, warp % 4 * 64 + lane), Run(tile, warp % 4 * 64 + 32 + lane)};
 #else
       Run run[1] = {Run(tile, threadIdx.x % 256)};
 #endif
-#pragma unroll 1                              // else the compiler reads further ahead than there are registers
-      for (int i = 0; i < 8 / PART; ++i) {
-        multiply<0>(acc, run, base + now * X_BYTES + of_x ^ i * PART * 32, b);
-#pragma unroll
-        for (int g = 0; g < GROUPS_OF_ROWS; ++g) run[g].skip_bits<PART * STEP_BITS>();
-      }
+      multiply_tile(acc, run, base + now * X_BYTES + of_x);
     }
     float (&all)[GROUPS_OF_ROWS * COUNT] = (float (&)[GROUPS_OF_ROWS * COUNT])acc;
     if (!has_end) {

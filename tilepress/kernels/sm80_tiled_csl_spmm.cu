@@ -3,15 +3,15 @@
 //
 // A block scatters the words of a tile, 128 rows and 64 columns, into a dense window in shared memory, from where
 // ldmatrix reads operand A, 32 rows for each of four warps. The next tile's words are on their way to registers
-// meanwhile, its columns of x to one of two stages in shared memory. With two windows one is filled with zeros while the
-// other is multiplied. Several blocks of a multiprocessor hide each other's waits.
+// meanwhile, its columns of x to one of two stages in shared memory. With two windows one is filled with zeros while
+// the other is multiplied. Several blocks of a multiprocessor hide each other's waits.
 //
 // W is walked through once for every NT columns of y (walks.cuh); sums that blocks share are those of split_sum.cuh.
 // Words, offsets and cuts are read before earlier kernels of the stream have ended (sm_90 and later): they must not be
 // what a kernel writes that may still be running.
 //
-// Macros: NT columns of y, 8 .. 128; WINDOWS 1 | 2; GROUPS of 16 bytes of words that a thread fetches ahead; BLOCKS of a
-// multiprocessor; BF16. x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
+// Macros: NT columns of y, 8 .. 128; WINDOWS 1 | 2; GROUPS of 16 bytes of words that a thread fetches ahead; BLOCKS of
+// a multiprocessor; BF16. x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
 
 #include "mma.cuh"
 #include "tiled_csl.cuh"
@@ -23,7 +23,7 @@
 #define THREADS 128
 #define X_BYTES (NT * 128)                    // of a stage: a tile's columns
 #define COUNT (NT / 2)                        // accumulators for 16 rows
-#define STEPS (NT < 32 ? 4 : NT == 64 ? 1 : 2)  // at once: of more the compiler reads ahead more than there are registers
+#define STEPS (NT < 32 ? 4 : NT == 64 ? 1 : 2)             // unrolled: of more, too much is read ahead
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;
@@ -100,7 +100,7 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   const Runs cut(cuts, walks, tiles);
   const int number = cut.mine(walks), begin = cut(number);
   const Parts parts = {sums, left, ticket, 1, 0};
-  int unit = cut(number + 1), asked = unit;   // tiles from `asked` on were asked for
+  int unit = cut(number + 1);
 #if __CUDA_ARCH__ >= 900
   if (successors_wait) launch_dependents();
 #endif
@@ -113,10 +113,11 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   Cursor next(unit - 1, tiles, k_blocks);     // the one that is asked for next
   int first = __ldg(offsets + next.tile), end = __ldg(offsets + next.tile + 1);
   Words now;
-  const auto bring_x = [&](int stage) {       // behind its words
-    if (asked > begin) {
-      copy_x(stages + stage * X_BYTES, x + (u64)next.walk * NT * stride, next.column * 64, n - next.walk * NT, k, stride);
-      if (--asked > begin) {                  // offsets are here when the next tile is asked for
+  const auto bring_x = [&](int stage, int after) {         // of the tile ahead of `after`, which is `next`
+    if (after > begin) {
+      const int row = next.walk * NT;
+      copy_x(stages + stage * X_BYTES, x + (u64)row * stride, next.column * 64, n - row, k, stride);
+      if (after - 1 > begin) {                // offsets are here when the next tile is asked for
         next.back(tiles, k_blocks);
         first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
       }
@@ -128,16 +129,16 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
 #if __CUDA_ARCH__ >= 900
   wait_for_grid(!successors_wait);
 #endif
-  bring_x(0);
+  bring_x(0, unit);
   __syncthreads();
   now.scatter_to(windows, words);
-  if (asked > begin) now.load(words, first, end);
-  bring_x(1);
+  if (unit - 1 > begin) now.load(words, first, end);
+  bring_x(1, unit - 1);
   wait_for_copies<1>();
   __syncthreads();
 
-  // Matrices of ldmatrix: of A 8 rows, the next 8, and both again, half a step on; of B two halves of a step, then 8 more
-  // columns of y, or the next step.
+  // Matrices of ldmatrix: of A 8 rows, the next 8, and both again, half a step on; of B two halves of a step, then 8
+  // more columns of y, or the next step.
   const int row_a = warp * 32 + lane % 16, half_a = lane / 16;
   const int row_b = NT == 8 ? lane % 8 : lane / 16 * 8 + lane % 8, half_b = NT == 8 ? lane / 8 : lane / 8 % 2;
   const u32 of_a = (half_a ^ row_a % 8) * 16, of_b = (half_b ^ row_b % 8) * 16;
@@ -162,9 +163,9 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
           __syncthreads();
         }
         now.scatter_to(other, words);
-        if (asked > begin) now.load(words, first, end);
+        if (unit - 2 > begin) now.load(words, first, end);
       }
-      bring_x(stage);
+      bring_x(stage, unit - 2);
       wait_for_copies<1>();
       __syncthreads();                        // the next tile and its x are there
       stage ^= 1;

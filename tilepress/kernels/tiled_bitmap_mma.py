@@ -41,6 +41,11 @@ class Configuration:
     row_groups = 2  # of 16 rows, of a warp: x is read once for both
 
     @property
+    def part(self) -> int:
+        """Steps of a tile that the compiler sees at once, 0 for one that is read while another is multiplied."""
+        return 0 if self.columns == 128 else 4
+
+    @property
     def threads(self) -> int:
         return 32 * self.pairs * TILE_ROWS // 16 // self.row_groups
 
@@ -51,7 +56,7 @@ class Configuration:
             "PAIRS": self.pairs,
             "GROUPS_OF_ROWS": self.row_groups,
             "STAGES": self.stages,
-            "PART": 2 if self.columns == 128 else 4,
+            "PART": self.part,
             "BLOCKS": self.blocks,
         }
         return jit.source("sm80_tiled_bitmap_spmm.cu", **own, **macros(self.dtype, self.value_dtype, self.group))

@@ -29,7 +29,7 @@ library.define(
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
 # Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
 MOST_ROWS = {1: 1536, 2: 2048}
-MMA_MOST_ROWS = {1: 256, 2: 512}  # the same of the kernel on mma.sync
+MMA_MOST_ROWS = {1: 256, 2: 256}  # the same of the kernel on mma.sync
 _TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
 _MOST_SLOTS = 12
 _MOST_BLOCKS = tiled_bitmap_mma.MOST_BLOCKS  # of a multiprocessor, of either kernel

@@ -1,5 +1,5 @@
-// Walks over the tiles of a weight, one for every NT columns of y: tiles are numbered through all walks, each block takes
-// a run of them, last one first.
+// Walks over the tiles of a weight, one for every NT columns of y: tiles, or units of them, are numbered through all
+// walks, each block takes a run of them, last one first.
 
 struct Cursor {
   int tile, column, walk;                     // of W, of W's columns of tiles
