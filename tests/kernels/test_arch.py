@@ -62,7 +62,7 @@ def test_who_serves_what(monkeypatch, capability):
     monkeypatch.setattr(jit, "why_not", lambda device: None)
     of_hopper = capability == (9, 0)
     assert str(tiled_csl_spmm.path(CUDA, BF16, BF16)) == f"tiled_csl_{'spmm' if of_hopper else 'mma'} kernel on cuda"
-    bitmap = "tiled_bitmap_spmm kernel on cuda" if of_hopper else "tiled_bitmap_decode kernel and cuBLAS on cuda"
+    bitmap = f"tiled_bitmap_{'spmm' if of_hopper else 'mma'} kernel on cuda"
     assert str(tiled_bitmap_spmm.path(CUDA, BF16, BF16)) == bitmap
     assert str(w8a8_gemm.path(CUDA, BF16, BF16, 64, 64)) == f"w8a8_{'gemm' if of_hopper else 'mma'} kernel on cuda"
     assert str(w8a16_gemm.path(CUDA, BF16, BF16, 64)) == f"w8a16_{'gemm' if of_hopper else 'mma'} kernel on cuda"

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from support.bitmap_cases import KINDS, arguments, assert_right, expected_of, of_weight
-from support.cards import HOPPER, pretend
+from support.cards import HOPPER, pretend, take_for_older
 from support.kernel_costs import cost
 from support.stub_card import kept
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TiledBitmap
-from tilepress.kernels import arch, jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
+from tilepress.kernels import arch, jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_mma, tiled_bitmap_spmm
 from tilepress.kernels.once import forget_plans
 from tilepress.kernels.tiled_bitmap_spmm import COLUMNS, Configuration, blocks_for
 from tilepress.runtime.linear.sparse import TiledBitmapLinear
@@ -315,14 +315,151 @@ def test_a_layer_compiles_whole_and_needs_no_grad_mode(n):
         assert float((call(x).detach().double() - expected).norm() / expected.norm()) < 5e-3
 
 
+# The kernel on mma.sync, for other cards
+
+OTHER_CARDS = [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", [*OTHER_CARDS, (9, 0)])
+def test_the_kernel_for_other_cards_fits_each(capability):
+    """Every weight has a launch there; where several blocks share a multiprocessor, all of them fit."""
+    card = arch.card_of(*capability)
+    for (dtype, int8, group), n in itertools.product(KINDS, (1, 9, 17, 33, 65, 512)):
+        values = torch.int8 if int8 else dtype
+        for tile_bytes in (2560, 9984, 19840, tiled_bitmap.largest_tile(group, values)):
+            for tiles in (1, 600, 14336):
+                chosen, walks, grid = tiled_bitmap_mma.plan(n, tiles, tile_bytes, card, dtype, values, group)
+                shared = chosen.shared_bytes(tile_bytes)
+                assert shared <= card.block_shared_bytes and chosen.blocks * (shared + 1024) <= card.shared_bytes
+                assert n <= walks * chosen.columns < n + chosen.columns and chosen.stages >= 2
+                assert grid % walks == 0 < grid <= max(walks, card.multiprocessors * chosen.blocks)
+                assert (
+                    grid <= max(1, tiles // chosen.pairs) * walks
+                )  # no run is empty: a block waits for every one before it
+
+
+def test_what_the_kernel_for_other_cards_gets(monkeypatch):
+    """Without a card: sizes and addresses of one launch, with cuts for one walk and none for several."""
+    pretend(monkeypatch, (8, 9))
+    seen = kept(monkeypatch, tiled_bitmap_mma)
+    args, _ = arguments(20000, 1003, (1,), 0.8, (torch.float16, True, 2))
+    words, offsets, scale, bias, rows, dtype, group = args[1:]
+    packed = TiledBitmap(words, offsets, rows, 1003, dtype, group, scale)
+    for n, walks in ((16, 1), (300, 3)):
+        seen.clear()
+        x = torch.zeros(n, 1003, dtype=torch.float16)
+        out = jit.like((n, rows), x.dtype, x.device)
+        y = tiled_bitmap_mma.multiplying(out, x, packed, bias, tiled_bitmap_spmm._facts_of)(
+            x, words, offsets, scale, bias
+        )
+        ((kernel, device, grid, *addresses, n_, m, k, stride, k_blocks, units, tiles, walks_, tile_bytes, waits),) = (
+            seen
+        )
+        runs = tiled_bitmap_spmm._facts_of(words, offsets, 142).runs
+        assert (n_, m, k, stride, k_blocks, tiles, walks_, waits) == (n, rows, 1008, 1008, 8, 157 * 8, walks, True)
+        assert units == (157 if walks == 1 else 79) * 8  # several walks have work for two row blocks a block
+        assert addresses[:3] == [words.data_ptr(), offsets.data_ptr(), runs[grid].data_ptr() if walks == 1 else 0]
+        assert addresses[4:7] == [scale.data_ptr(), bias.data_ptr(), y.data_ptr()] and device == x.device
+        sums, left, ticket = addresses[7:]
+        assert sums - left >= 8 * grid and sums % 16 == left % 8 == 0 < ticket
+        assert 2 * (tile_bytes + 256 * min(n, 128)) <= kernel.shared_bytes <= 99 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 8, 9, 16, 30, 64, 65, 128, 300])
+def test_the_kernel_for_other_cards_is_right_and_deterministic(monkeypatch, n, kind, capability):
+    """More tiles than blocks, row blocks that several blocks share; the output is poisoned by what the allocator gives back."""
+    take_for_older(monkeypatch, capability)
+    monkeypatch.setattr(tiled_bitmap_spmm, "MMA_MOST_ROWS", {1: 512, 2: 512})
+    for sparsity in (0.0, 0.5, 0.8, 0.97):
+        args, weight = arguments(4200, 2500, (n,), sparsity, kind, True, "cuda")
+        assert tiled_bitmap_spmm.path(args[0].device, kind[0], kind[0], n, kind[2]).kernel == "tiled_bitmap_mma"
+        poison = torch.full((n, 4200), float("nan"), dtype=kind[0], device="cuda")
+        del poison
+        first = ops.tiled_bitmap_spmm(*args)
+        assert_right(first, args, weight)
+        for _ in range(3):
+            assert torch.equal(ops.tiled_bitmap_spmm(*args), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("columns", tiled_bitmap_mma.BLOCKS)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_few_blocks_for_other_cards_use_their_stages_again_and_again(monkeypatch, grid, columns, stages):
+    """1 block has 220 tiles; 40 blocks share row blocks among many, over several walks; with two row blocks a unit the last of
+    11 row blocks has a unit alone."""
+    take_for_older(monkeypatch)
+    for sparsity, group in ((0.6, 1), (0.95, 2)):
+        for n in {columns, columns // 2 + 1, 2 * columns + 5}:
+            args, weight = arguments(1403, 2500, (n,), sparsity, (torch.float16, False, group), True, "cuda")
+            walks = -(-n // columns)
+            pairs = 2 if columns == 128 and stages < 4 else 1
+            chosen = tiled_bitmap_mma.Configuration(columns, pairs, stages, 1, torch.float16, torch.float16, group)
+            made = tiled_bitmap_mma.Plan(chosen, walks, max(walks, grid // walks * walks))
+            monkeypatch.setattr(tiled_bitmap_mma, "plan", lambda *given, made=made: made)
+            found = ops.tiled_bitmap_spmm(*args)
+            assert_right(found, args, weight)
+            assert torch.equal(ops.tiled_bitmap_spmm(*args), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3, 100])
+@pytest.mark.parametrize("int8,group", [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_the_kernel_for_other_cards_takes_uneven_rows_and_any_x(monkeypatch, n, int8, group):
+    """Dense rows, empty rows and full tiles beside sparse ones; x that is part of a wider matrix, whose rest is NaN, and
+    x that is not aligned."""
+    take_for_older(monkeypatch)
+    weight = torch.randn(1000, 1600).half()
+    weight[torch.rand(1000, 1600) < 0.9] = 0
+    weight[100:300] = torch.randn(200, 1600)
+    weight[:, 640:704] = torch.randn(1000, 64)
+    weight[500:700] = 0
+    args, exact = of_weight(weight, (n,), int8, group, False, "cuda")
+    found = ops.tiled_bitmap_spmm(*args)
+    assert_right(found, args, exact)
+    assert not bool(found[:, 500:640].any())
+    wide = torch.full((n, 2000), float("nan"), dtype=torch.float16, device="cuda")
+    wide[:, :1600] = args[0]
+    shifted = torch.empty(n * 1600 + 1, dtype=torch.float16, device="cuda")[1:].view(n, 1600).copy_(args[0])
+    for x in (wide[:, :1600], shifted, args[0].t().contiguous().t()):
+        assert torch.equal(ops.tiled_bitmap_spmm(x, *args[1:]), found)
+    assert ops.tiled_bitmap_spmm(args[0][:0], *args[1:]).shape == (0, 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [5, 200, 600])
+def test_graphs_of_the_kernel_for_other_cards(monkeypatch, n):
+    """600 rows are decoded and multiplied on several streams."""
+    take_for_older(monkeypatch)
+    args, _ = arguments(2048, 2048, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
+    expected = ops.tiled_bitmap_spmm(*args)
+    graph, static, side = torch.cuda.CUDAGraph(), args[0].clone(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        outs = [ops.tiled_bitmap_spmm(static, *args[1:]) for _ in range(4)]
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        with torch.cuda.stream(side):
+            other = [ops.tiled_bitmap_spmm(*args) for _ in range(4)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in [*outs, *other])
+    for _ in range(10):  # nothing of the replay before is taken
+        static.copy_(torch.randn_like(static))
+        graph.replay()
+        assert all(torch.equal(out, ops.tiled_bitmap_spmm(static, *args[1:])) for out in outs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
-def test_other_cards_decode(monkeypatch, capability):
-    args, weight = arguments(300, 500, (6,), 0.6, (torch.float16, False, 1), True, "cuda")
-    x, words, offsets, scale, _, rows, value_dtype, group = args
-    ops.tiled_bitmap_decode(words, offsets, scale, rows, x.shape[1], value_dtype, group)  # compiled for this card
-    pretend(monkeypatch, capability)
-    path = tiled_bitmap_spmm.path(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16)
+def test_other_cards_decode_for_many_rows(monkeypatch, capability):
+    n = 1 + tiled_bitmap_spmm.MMA_MOST_ROWS[1]
+    args, weight = arguments(300, 500, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
+    take_for_older(monkeypatch, capability)
+    path = tiled_bitmap_spmm.path(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, n)
     assert str(path) == "tiled_bitmap_decode kernel and cuBLAS on cuda"
     assert_right(ops.tiled_bitmap_spmm(*args), args, weight)
 
@@ -351,6 +488,34 @@ def test_the_kernel_compiles_within_its_budget(columns, pairs, kind):
     consumer, other = chosen.registers  # what warps take must have been given to the block, or they wait for ever
     consumers = 256 * chosen.pairs
     assert consumer * consumers + other * (chosen.threads - consumers) <= found["registers"] * chosen.threads
+
+
+def compiled_for_other_cards():
+    """What `plan` makes for weights of 50 and 80 % zeros, by target: the cards of one shared memory share configurations."""
+    for capability, target in zip([*OTHER_CARDS, (9, 0)], TARGETS, strict=True):
+        card = arch.card_of(*capability)
+        kinds = [
+            (torch.float16, False, 1),
+            (torch.float16, False, 2),
+            (torch.bfloat16, True, 1),
+            (torch.float16, True, 2),
+        ]
+        for i, (n, tile_bytes) in enumerate(itertools.product(tiled_bitmap_mma.BLOCKS, (9984, 19840))):
+            dtype, int8, group = kinds[(i + i // 4) % 4]
+            values = torch.int8 if int8 else dtype
+            yield target, tiled_bitmap_mma.plan(n, 14336, tile_bytes, card, dtype, values, group).chosen
+
+
+TARGETS = ["sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a", "sm_90a"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target,chosen", compiled_for_other_cards(), ids=str)
+def test_the_kernel_for_other_cards_compiles_within_its_budget(target, chosen):
+    pytest.importorskip("cuda.core")
+    found = cost(jit.compile_cubin("tiled_bitmap_mma", chosen.source, target)[1])
+    assert found["spills"] == found["stack"] == 0
+    assert -(-found["registers"] // 8) * 8 * chosen.threads * chosen.blocks <= 65536
 
 
 @pytest.mark.thorough

@@ -5,12 +5,20 @@ import itertools
 
 import pytest
 import torch
-from support.cards import H200_BLOCKS, HOPPER, pretend
+from support.cards import H200_BLOCKS, HOPPER, pretend, take_for_older
 from support.kernel_costs import cost
 from support.stub_card import kept
 
 from tilepress.formats.tiled_csl import TiledCSL, pack, unpack
-from tilepress.kernels import arch, jit, packed as packed_ops, split_sum, tiled_csl_decode, tiled_csl_spmm
+from tilepress.kernels import (
+    arch,
+    jit,
+    packed as packed_ops,
+    split_sum,
+    tiled_csl_decode,
+    tiled_csl_mma,
+    tiled_csl_spmm,
+)
 from tilepress.kernels.tiled_csl_spmm import COLUMNS, Configuration, columns_for, configuration, make_cuts
 from tilepress.runtime.linear.sparse import TiledCSLLinear
 
@@ -172,7 +180,8 @@ def test_which_kernel_takes_what(monkeypatch):
         ((8, 6), ["tiled_csl_mma", None, None, None]),
     ):
         pretend(monkeypatch, capability)
-        found = [tiled_csl_spmm._kernel_for(n, here, torch.float16, torch.float16) for n in (64, 65, 1536, 1537)]
+        sizes = 64, tiled_csl_spmm.MMA_MOST_ROWS + 1, tiled_csl_spmm.MOST_ROWS, tiled_csl_spmm.MOST_ROWS + 1
+        found = [tiled_csl_spmm._kernel_for(n, here, torch.float16, torch.float16) for n in sizes]
         assert found == expected
         assert tiled_csl_spmm._kernel_for(1, here, torch.float32, torch.float16) is None
 
@@ -394,14 +403,15 @@ def test_decoding_waits_for_a_product_before_it():
 
 def by_mma(x: torch.Tensor, packed: TiledCSL, bias: torch.Tensor | None) -> torch.Tensor:
     out = jit.like((len(x), packed.rows), x.dtype, x.device)
-    return tiled_csl_spmm.multiplying_mma(out, x, packed, bias)(x, packed.words, packed.offsets, bias)
+    return tiled_csl_mma.multiplying(out, x, packed, bias)(x, packed.words, packed.offsets, bias)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 8, 9, 30, 64, 100])
+@pytest.mark.parametrize("n", [1, 8, 9, 30, 64, 100, 300])
 @pytest.mark.parametrize(
-    "rows,cols,sparsity", [(1, 1, 0.0), (300, 1003, 0.5), (2200, 4096, 0.8), (70, 130, 1.0), (12800, 512, 0.95)]
+    "rows,cols,sparsity",
+    [(1, 1, 0.0), (300, 1003, 0.5), (2200, 4096, 0.8), (70, 130, 1.0), (12800, 512, 0.95), (4000, 4096, 0.6)],
 )
 def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     args, weight = arguments(rows, cols, (n,), sparsity, dtype, True, "cuda")
@@ -410,6 +420,46 @@ def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
     assert relative_error(first, exact(args, weight)) < (2e-3 if dtype == torch.float16 else 4e-3)
     for _ in range(3):
         assert torch.equal(by_mma(x, packed, args[3]), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("columns", tiled_csl_mma.BLOCKS)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_few_blocks_for_other_cards_use_their_windows_again_and_again(monkeypatch, grid, columns, windows):
+    """1 block has 480 tiles, and more words than it fetches ahead where `groups` is too small; 40 share row blocks among
+    four."""
+    take_for_older(monkeypatch)
+    for sparsity, groups in ((0.0, 2), (0.6, 6), (0.6, 8), (0.95, 2)):
+        for n in {columns, columns // 2 + 1, 2 * columns + 5}:
+            args, weight = arguments(1531, 2500, (n,), sparsity, torch.float16, True, "cuda")
+            walks = -(-n // columns)
+            chosen = tiled_csl_mma.Configuration(columns, windows, groups, 1, False)
+            made = tiled_csl_mma.Plan(chosen, walks, max(walks, grid // walks * walks))
+            monkeypatch.setattr(tiled_csl_mma, "plan", lambda *given, made=made: made)
+            found = ops.tiled_csl_spmm(*args)
+            assert relative_error(found, exact(args, weight)) < 2e-3, (sparsity, n)
+            assert torch.equal(ops.tiled_csl_spmm(*args), found)
+
+
+@pytest.mark.gpu
+def test_graphs_of_the_kernel_for_other_cards(monkeypatch):
+    take_for_older(monkeypatch)
+    args, weight = arguments(2048, 2048, (5,), 0.8, torch.float16, True, "cuda")
+    expected = ops.tiled_csl_spmm(*args)
+    assert relative_error(expected, exact(args, weight)) < 2e-3
+    graph, static = torch.cuda.CUDAGraph(), args[0].clone()
+    with torch.cuda.graph(graph):
+        outs = [ops.tiled_csl_spmm(static, *args[1:]) for _ in range(4)]
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, expected) for out in outs)
+    for _ in range(10):  # nothing of the replay before is taken
+        static.copy_(torch.randn_like(static))
+        graph.replay()
+        assert all(torch.equal(out, ops.tiled_csl_spmm(static, *args[1:])) for out in outs)
 
 
 @pytest.mark.gpu
@@ -456,7 +506,8 @@ def test_other_cards_take_it(monkeypatch, capability):
     pretend(monkeypatch, capability)
     here = torch.device("cuda", 0), torch.bfloat16, torch.bfloat16
     assert str(tiled_csl_spmm.path(*here, 64)) == "tiled_csl_mma kernel on cuda"
-    assert str(tiled_csl_spmm.path(*here, 65)) == "tiled_csl_decode kernel and cuBLAS on cuda"
+    most = tiled_csl_spmm.MMA_MOST_ROWS
+    assert str(tiled_csl_spmm.path(*here, most + 1)) == "tiled_csl_decode kernel and cuBLAS on cuda"
 
 
 @pytest.mark.gpu
@@ -516,15 +567,43 @@ def test_the_kernel_fits_a_multiprocessor(chosen: Configuration):
     assert chosen.shared_bytes(H200_BLOCKS) <= arch.HOPPER.block_shared_bytes
 
 
+OTHER_CARDS = [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (9, 0)]
+
+
+@pytest.mark.parametrize("capability", OTHER_CARDS)
+def test_the_kernel_for_other_cards_fits_each(capability):
+    card = arch.card_of(*capability)
+    for n, words, tiles in itertools.product((1, 9, 17, 33, 65, 500), (0, 800, 3000, 8192), (1, 700, 28672)):
+        chosen, walks, grid = tiled_csl_mma.plan(n, words * tiles, tiles, card, torch.float16)
+        shared = chosen.shared_bytes
+        assert shared <= card.block_shared_bytes and chosen.blocks * (shared + 1024) <= card.shared_bytes
+        assert n <= walks * chosen.columns < n + chosen.columns
+        assert grid % walks == 0 < grid <= tiles * walks  # no run is empty: a block waits for every one before it
+
+
+def test_words_fetched_ahead_are_those_of_a_tile():
+    found = [tiled_csl_mma.groups_for(round(8192 * density), 1) for density in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)]
+    assert found == [2, 2, 4, 6, 8, 8, 8]
+
+
+def compiled_for_other_cards():
+    """What `plan` makes of weights of 60 % zeros, for which most registers hold words, and of another density."""
+    for capability, target in zip(
+        OTHER_CARDS, ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a", "sm_90a"), strict=True
+    ):
+        card = arch.card_of(*capability)
+        for i, n in enumerate(tiled_csl_mma.BLOCKS):
+            for dtype, density in ((torch.float16, 0.4), (torch.bfloat16, (0.1, 0.2, 0.3)[i % 3])):
+                yield target, tiled_csl_mma.plan(n, round(8192 * density) * 28672, 28672, card, dtype).chosen
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120a"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", tiled_csl_spmm.MMA_BLOCKS)
-def test_the_kernel_for_other_cards_compiles(columns, dtype, target):
+@pytest.mark.parametrize("target,chosen", compiled_for_other_cards(), ids=str)
+def test_the_kernel_for_other_cards_compiles(target, chosen):
     pytest.importorskip("cuda.core")
-    found = cost(jit.compile_cubin("tiled_csl_mma", tiled_csl_spmm.mma_source(columns, dtype), target)[1])
+    found = cost(jit.compile_cubin("tiled_csl_mma", chosen.source, target)[1])
     assert found["stack"] == found["spills"] == 0
-    assert found["registers"] * 128 * tiled_csl_spmm.MMA_BLOCKS[columns] <= 65536
+    assert -(-found["registers"] // 8) * 8 * chosen.threads * chosen.blocks <= 65536
 
 
 @pytest.mark.thorough

@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilepress.bench.kernels import check_card, check_dtypes, copies_of, environment, read_gbps, time_us
+from tilepress.bench.kernels import arch_name, check_card, check_dtypes, copies_of, environment, read_gbps, time_us
 from tilepress.formats import TilepressError, UsageError, dtype_name
 from tilepress.formats.kv_int4 import PAGE_TOKENS, KVFormat
-from tilepress.kernels import arch, decode_attention, kv_read, rope_append
+from tilepress.kernels import decode_attention, kv_read, rope_append
 from tilepress.kernels.arch import Path
 
 ops = torch.ops.tilepress
@@ -199,13 +199,6 @@ def attention(
         row = {"op": "rope_append", **names, "kv": kind, "dtype": dtype_name(dtype)}
         rows.append(row | _front_row(front, forms[kind, front[-1]], dtype))
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
-
-
-def arch_name() -> str:
-    """Return for which cards the kernels that run were made: "sm90", or "sm80-forced" where TILEPRESS_ARCH asks for others than the card's own."""
-    forced = arch.forced()
-    row = forced or arch.card(_DEVICE)
-    return "sm{}{}".format(*row.capability) + ("-forced" if forced else "")
 
 
 def dense_best(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from tilepress.formats import TilepressError, UsageError, dtype_name, int8, tile
 from tilepress.formats.layout import layout_of
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
-from tilepress.kernels import jit, read_bandwidth
+from tilepress.kernels import arch, jit, read_bandwidth
 from tilepress.runtime.linear.packed import packed_linear
 
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 8e-3}  # of a correct result, relative to float64
@@ -151,6 +151,13 @@ def _said(*words: str) -> str:
         return ""
 
 
+def arch_name() -> str:
+    """Return for which cards the kernels that run were made: "sm90", or "sm80-forced" where TILEPRESS_ARCH asks for others than the card's own."""
+    forced = arch.forced()
+    row = forced or arch.card(torch.device("cuda", 0))
+    return "sm{}{}".format(*row.capability) + ("-forced" if forced else "")
+
+
 def sparse_weight(rows: int, cols: int, sparsity: float, dtype: torch.dtype) -> Tensor:
     """Random, on the card; each element zero with probability `sparsity`."""
     generator = torch.Generator(device="cuda").manual_seed(rows + cols + round(100 * sparsity))
@@ -223,7 +230,7 @@ def spmm(layouts, shapes, columns, sparsities, dtypes, progress: Callable[[str],
             for n, x in xs.items():
                 progress(f"{layout}, {dtype_name(dtype)}, {m} x {k}, N = {n}, {sparsity:.0%}")
                 row, work = _spmm_row(x, packed, dense[n][False])
-                row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity} | row
+                row = {"op": "spmm", "M": m, "K": k, "N": n, "sparsity": sparsity, "arch": arch_name()} | row
                 rows += timed_rows(row, work, dense[n], row["bytes"], bandwidth)
     return {"env": facts, "read_gbps": bandwidth, "rows": rows}
 

@@ -84,7 +84,10 @@ KERNELS = {
     "rope_append": (Source("rope_append", "sm80_rope_append.cu"),),
     "tiled_bitmap_decode": (Source("tiled_bitmap_decode", "sm80_tiled_bitmap_decode.cu"),),
     "tiled_bitmap_prefill": (Source("tiled_bitmap_prefill", "sm90_tiled_bitmap_prefill.cu"),),
-    "tiled_bitmap_spmm": (Source("tiled_bitmap_spmm", "sm90_tiled_bitmap_spmm.cu"),),
+    "tiled_bitmap_spmm": (
+        Source("tiled_bitmap_spmm", "sm90_tiled_bitmap_spmm.cu"),
+        Source("tiled_bitmap_mma", "sm80_tiled_bitmap_spmm.cu"),
+    ),
     "tiled_csl_decode": (Source("tiled_csl_decode", "sm80_tiled_csl_decode.cu"),),
     "tiled_csl_spmm": (
         Source("tiled_csl_spmm", "sm90_tiled_csl_spmm.cu"),

@@ -33,6 +33,7 @@ _SHAPES_OF_WIDE_HEADS = {8: (1, 1, 4), 16: (1, 2, 2), 32: (1, 4, 1)}
 ROWS = tuple(_SHAPES)
 _MOST_SPLITS = 32  # a warp's lanes look at them
 _WAVES = 4  # blocks for each multiprocessor, where there is work for so many
+_WAVES_OF_PIECES = 2  # the same of pieces of a prompt: as many blocks as a multiprocessor holds
 _LEAST_UNITS = 4  # of a part, for each warp: LEAST in the kernel
 
 
@@ -133,8 +134,9 @@ def splits_for(items: int, tokens: int, queries_each: int, chosen: Configuration
 
     Long sequences of few queries are cut although there are blocks enough: lengths may differ, and the longest ends last."""
     most = max(1, tokens // (_LEAST_UNITS * chosen.token_warps * min(UNIT_TOKENS, chosen.page_tokens)))
-    wanted = -(-_WAVES * multiprocessors // items)
-    if queries_each <= 16:
+    few = queries_each <= 16
+    wanted = -(-(_WAVES if few else _WAVES_OF_PIECES) * multiprocessors // items)
+    if few:
         wanted = max(wanted, min(8, -(-tokens // 8192)))
     return max(1, min(wanted, most, _MOST_SPLITS))
 

@@ -11,6 +11,7 @@
 // Macros: NT tokens, 8 .. 64; BLOCKS of a multiprocessor; BF16. 256 threads. k is a multiple of 16; rows of x are
 // `stride` apart, a multiple of 8, and 16-byte aligned.
 
+#include "mma.cuh"
 #include "scales.cuh"
 #include "split_sum.cuh"
 #include "output.cuh"
@@ -18,22 +19,6 @@
 
 #define STAGES 4
 #define X_BYTES (NT * 256)                    // of a stage: 128 columns
-
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool ok) {  // zeros if not
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ void mma(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." VALUES "." VALUES
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 struct Weights {  // of a unit: of two rows of a warp's 16 two times 16 columns
   uint4 q[2][2];

@@ -27,7 +27,8 @@ struct Parts {
 
   // Adds what the blocks before `block` have left of the row block whose first tile is `start`, as soon as they say so.
   // Block b's run is cut(b) .. cut(b + 1), and none of them is empty; `barrier` is a named barrier for the 128 threads.
-  template <int COUNT, class F>
+  // In PIECES, one after the other, where there are no registers for all sums of a part at once.
+  template <int PIECES = 1, int COUNT, class F>
   __device__ __forceinline__ void add(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
     int first = block;
     while (true) {                                         // a lane looks at one of 32 blocks
@@ -41,22 +42,27 @@ struct Parts {
     }
     bar_sync(barrier, 128);
     constexpr int BATCH = COUNT <= 8 ? 4 : COUNT <= 16 ? 2 : 1;    // parts on their way at once
-    for (; first < block; first += BATCH) {
-      float4 part[BATCH][COUNT / 4];
+    constexpr int SUMS = COUNT / 4 / PIECES;               // of a piece, by four
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j)
+    for (int piece = 0; piece < PIECES; ++piece)
+      for (int from = first; from < block; from += BATCH) {
+        float4 part[BATCH][SUMS];
 #pragma unroll
-        for (int i = 0; i < COUNT / 4; ++i)
-          part[j][i] = first + j < block ? __ldcg(at<COUNT>(first + j) + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int j = 0; j < BATCH; ++j)
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j)
+          for (int i = 0; i < SUMS; ++i)
+            part[j][i] = from + j < block ? __ldcg(at<COUNT>(from + j) + (piece * SUMS + i) * 128)
+                                          : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int i = 0; i < COUNT / 4; ++i) {
-          acc[4 * i] += part[j][i].x;
-          acc[4 * i + 1] += part[j][i].y;
-          acc[4 * i + 2] += part[j][i].z;
-          acc[4 * i + 3] += part[j][i].w;
-        }
-    }
+        for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+          for (int i = 0; i < SUMS; ++i) {
+            float* sum = acc + 4 * (piece * SUMS + i);
+            sum[0] += part[j][i].x;
+            sum[1] += part[j][i].y;
+            sum[2] += part[j][i].z;
+            sum[3] += part[j][i].w;
+          }
+      }
   }
 };

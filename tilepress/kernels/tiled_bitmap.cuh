@@ -18,6 +18,11 @@ struct Run {  // what a lane still has to read of a tile
     }
     at = tile + HEADER + lds16(tile + 256 * RUN_BITS / 8 + number * 2);
   }
+
+  template <int COUNT> __device__ void skip_bits() {       // up to 32
+    mask[0] = GROUP == 1 ? __funnelshift_rc(mask[0], mask[RUN_BITS / 32 - 1], COUNT) : mask[0] >> COUNT;
+    if (GROUP == 1) mask[RUN_BITS / 32 - 1] = COUNT == 32 ? 0 : mask[RUN_BITS / 32 - 1] >> COUNT;
+  }
 };
 
 __device__ __forceinline__ void load_group(u32& v, u32 at) {

@@ -36,7 +36,7 @@ def tiled_bitmap_decode_ref(
 @functools.cache
 def kernel(dtype: torch.dtype, value_dtype: torch.dtype, group: int) -> jit.Kernel:
     source = jit.source("sm80_tiled_bitmap_decode.cu", **macros(dtype, value_dtype, group))
-    shared_bytes = 2 * TILE_ROWS * TILE_COLS + tiled_bitmap.largest_tile(group, value_dtype)
+    shared_bytes = max(2 * TILE_ROWS * TILE_COLS, tiled_bitmap.largest_tile(group, value_dtype))
     return jit.Kernel(
         "tiled_bitmap_decode", source, "words* offsets* scale* w* rows cols k_blocks", THREADS, shared_bytes
     )

@@ -1,8 +1,9 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to 128 rows of x, one of sm90_tiled_bitmap_prefill.cu more (tiled_bitmap_prefill.py). For x
-of another dtype than W's, and on other cards from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by
-cuBLAS. The reference decodes the whole weight once a call, on any device; a card runs it for scales that are not of 16 bits.
+On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to 128 rows of x, one of sm90_tiled_bitmap_prefill.cu more (tiled_bitmap_prefill.py); on
+other cards one of sm80_tiled_bitmap_spmm.cu up to MMA_MOST_ROWS (tiled_bitmap_mma.py). For more there, and for x of another dtype than W's, W is
+decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any
+device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -16,7 +17,7 @@ from torch.nn.functional import linear
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
-from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_bitmap_prefill
+from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_bitmap_mma, tiled_bitmap_prefill
 from tilepress.kernels.arch import HOPPER, Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
@@ -27,8 +28,11 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
+# Rows of x that the kernel on mma.sync takes, by group: with more, decoding W and cuBLAS are faster.
+MMA_MOST_ROWS = {1: 256, 2: 256}
 _TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles tile_bytes slot_count successors_wait"
-_MOST_SLOTS, _MOST_BLOCKS = 12, 3
+_MOST_SLOTS = 12
+_MOST_BLOCKS = tiled_bitmap_mma.MOST_BLOCKS  # of a multiprocessor, of either kernel
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _TILE_COST = 768  # of a tile's products, in 16 bytes
@@ -201,11 +205,13 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
-    served_by = _kernel_for(n, x.device, x.dtype, packed.weight_dtype)
+    served_by = _kernel_for(n, x.device, x.dtype, packed.weight_dtype, group)
     if served_by is None:
         return _decoding
     if served_by == "tiled_bitmap_prefill":
         return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
+    if served_by == "tiled_bitmap_mma":
+        return tiled_bitmap_mma.multiplying(out, x, packed, bias, _facts_of)
     return _multiplying(out, x, packed, bias)
 
 
@@ -220,11 +226,13 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
         raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
 
 
-def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
+def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> str | None:
     """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
     kernel = arch.kernel_for("tiled_bitmap_spmm", device)
     if kernel is None or dtype != weight_dtype:
         return None
+    if kernel == "tiled_bitmap_mma":
+        return kernel if n <= MMA_MOST_ROWS[group] else None
     return kernel if n <= COLUMNS[-1] else "tiled_bitmap_prefill"
 
 
@@ -301,7 +309,7 @@ def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n:
     why = jit.why_not(device)
     if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
         return Path("tiled_bitmap_spmm", device.type, why or "")
-    kernel = _kernel_for(n, device, dtype, weight_dtype)
+    kernel = _kernel_for(n, device, dtype, weight_dtype, group)
     return Path(kernel, "cuda") if kernel else Path("tiled_bitmap_decode", "cuda", decodes=True)
 
 

@@ -1,8 +1,8 @@
 """y = x W^T + bias with W in Tiled-CSL: the op `tilepress::tiled_csl_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of sm90_tiled_csl_spmm.cu serves up to MOST_ROWS rows of x, on other cards one of sm80_tiled_csl_spmm.cu up to MMA_MOST_ROWS.
-For more, W is decoded to dense (sm80_tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight
-once a call and multiplies densely, on any device. The kernel on mma.sync was run on an H200 only; its speed on other cards is not known.
+On sm_90 one launch of sm90_tiled_csl_spmm.cu serves up to MOST_ROWS rows of x, on other cards one of sm80_tiled_csl_spmm.cu up to MMA_MOST_ROWS
+(tiled_csl_mma.py). For more, W is decoded to dense (sm80_tiled_csl_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes
+the whole weight once a call and multiplies densely, on any device.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tilepress.formats import tiled_csl
-from tilepress.kernels import arch, jit, library, ptx, split_sum
+from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_csl_mma
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
@@ -28,11 +28,7 @@ library.define(
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
 MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, but at 90 %
-MMA_MOST_ROWS = 64  # of x, that the kernel on mma.sync takes: beyond, W is decoded once rather than read again
-# Blocks of a multiprocessor for so many columns of y at once, on mma.sync: as many as registers allow.
-MMA_BLOCKS = {8: 6, 16: 6, 32: 4, 64: 2}
-_MMA_THREADS = 128
-_FEWEST_TILES = 8  # of a block on mma.sync: blocks that share a row block add up one after the other
+MMA_MOST_ROWS = 256  # the same of the kernel on mma.sync
 _TILE_COST = 64  # of an empty tile, in 16 bytes
 
 
@@ -192,17 +188,6 @@ def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
     return jit.Kernel("tiled_csl_spmm", chosen.source(grid), takes, chosen.threads, shared_bytes, overlaps=True)
 
 
-def mma_source(columns: int, dtype: torch.dtype) -> str:
-    macros = {"NT": columns, "BLOCKS": MMA_BLOCKS[columns], "BF16": int(dtype == torch.bfloat16)}
-    return jit.source("sm80_tiled_csl_spmm.cu", **macros)
-
-
-@functools.cache
-def _mma_kernel(columns: int, dtype: torch.dtype) -> jit.Kernel:
-    takes = "words* offsets* x* bias* y* sums* left* ticket:8 n m k stride k_blocks tiles_of_w all_tiles"
-    return jit.Kernel("tiled_csl_mma", mma_source(columns, dtype), takes, _MMA_THREADS)
-
-
 @functools.lru_cache(maxsize=4096)
 def _planned(
     n: int, words: int, rows: int, cols: int, dtype: torch.dtype, grid: int
@@ -227,7 +212,7 @@ def _plan(
     kernel = _kernel_for(n, x.device, x.dtype, value_dtype)
     if kernel is None:
         return _decoding
-    return (_multiplying if kernel == "tiled_csl_spmm" else multiplying_mma)(out, x, packed, bias)
+    return (_multiplying if kernel == "tiled_csl_spmm" else tiled_csl_mma.multiplying)(out, x, packed, bias)
 
 
 _cuda = Planned(_plan)
@@ -270,31 +255,6 @@ def _multiplying(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tenso
             given.append(bias.data_ptr())
         _memory, *left = scratch()
         launch(*given, y.data_ptr(), *left, jit.successors_wait)
-        return y
-
-    return run
-
-
-def multiplying_mma(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None) -> Callable:
-    """Return what runs the op for arguments like these, in one launch of the kernel on mma.sync."""
-    flat, align = aligning(x)  # zeros beyond packed.cols
-    n, rows = len(flat), packed.rows
-    columns = next(c for c in MMA_BLOCKS if n <= c or c == 64)
-    tiles = packed.offsets.numel() - 1
-    all_tiles = tiles * -(-n // columns)
-    most = arch.card(x.device).multiprocessors * MMA_BLOCKS[columns]
-    grid = max(1, min(most, all_tiles // _FEWEST_TILES))
-    scratch = split_sum.scratch(x.device, grid, 1, tiled_csl.TILE_ROWS, columns)
-    k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
-    numbers = n, rows, flat.shape[1], flat.stride(0), k_blocks, tiles, all_tiles
-    args = VARIES, VARIES, VARIES, 0 if bias is None else VARIES, VARIES, VARIES, VARIES, VARIES, *numbers
-    launch = Launch(_mma_kernel(columns, x.dtype), x.device, grid, args)
-
-    def run(x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, *_) -> Tensor:
-        x, y = align(x), jit.empty_like(out)
-        given = [t.data_ptr() for t in (words, offsets, x, bias) if t is not None]
-        _memory, *left = scratch()
-        launch(*given, y.data_ptr(), *left)
         return y
 
     return run

@@ -322,7 +322,9 @@ def _room(student: nn.Module, parameters: dict[str, nn.Parameter], tokens: int) 
     device = next(iter(parameters.values())).device
     if device.type != "cuda":
         return 0
-    weights = 16 * sum(own(parameter.detach()).numel() for parameter in parameters.values())  # gradients, moments, casts and masks
+    weights = 16 * sum(
+        own(parameter.detach()).numel() for parameter in parameters.values()
+    )  # gradients, moments, casts and masks
     logits = 12 * tokens * student.get_input_embeddings().num_embeddings
     return int(0.9 * torch.cuda.mem_get_info(device)[0]) - weights - logits
 
