@@ -61,9 +61,7 @@ Report = Annotated[
 WriteCard = Annotated[
     bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
 ]
-Dtype = Annotated[
-    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Dtype of activations and dense weights.")
-]
+Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]
@@ -118,11 +116,11 @@ Bos = Annotated[
     str,
     typer.Option(metavar="auto|always|never", help="Begin windows of text with the BOS; auto: if the tokenizer does."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the choice of text.")]
+Seed = Annotated[int, typer.Option(help="Of the choice of text.")]
 Experts = Annotated[
     str,
     typer.Option(
-        metavar="routed|all", help="Tokens that calibrate an expert of a mixture: its own, or all of the text."
+        metavar="routed|all", help="Of a mixture: the tokens that calibrate an expert, its own or all of the text."
     ),
 ]
 Card = Annotated[

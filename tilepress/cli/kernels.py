@@ -28,7 +28,7 @@ def kernels(
         str | None,
         typer.Option(
             metavar="MxK,…",
-            help="Sizes of weights, outputs x inputs; for fused, tokens x hidden size; for attention batch x query heads x KV heads x tokens x head "
+            help="Of weights, outputs x inputs; for fused, tokens x hidden size; for attention batch x query heads x KV heads x tokens x head "
             "dimension, and a v behind it for lengths that vary too.",
             show_default="the usual ones",
         ),
@@ -41,7 +41,7 @@ def kernels(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Dtypes of x and of weights that are not INT8; of queries.",
+            help="Of x, and of weights that are not INT8; of queries.",
             show_default="float16,bfloat16; attention: bfloat16",
         ),
     ] = None,

@@ -44,7 +44,7 @@ def prune(
         str,
         typer.Option(
             metavar="SHARE",
-            help="Share of weights to prune, in [0, 1); several with --sweep: 0.5,0.6,0.7.",
+            help="Of weights to prune, in [0, 1); several with --sweep: 0.5,0.6,0.7.",
             show_default=False,
         ),
     ],
@@ -55,23 +55,21 @@ def prune(
         str,
         typer.Option(
             metavar="layer|row|global",
-            help="Where magnitude's sparsity holds: in each weight, in each output row, or over all.",
+            help="Of magnitude: where the sparsity holds, in each weight, in each output row, or over all.",
         ),
     ] = "layer",
     allocation: Annotated[
-        str, typer.Option(metavar="uniform|owl|auto", help="How the other methods lay out zeros over the weights.")
+        str,
+        typer.Option(metavar="uniform|owl|auto", help="Of the other methods: how zeros are laid out over the weights."),
     ] = "uniform",
     damping: Annotated[
-        float, typer.Option(help="Share of the mean second moment that sparsegpt and admm add to each.")
+        float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
     ] = 0.01,
     format: Annotated[
         str, typer.Option(metavar="auto|tiled-bitmap|tiled-csl|dense", help="How pruned weights are stored.")
     ] = "auto",
     value_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|int8", help="Values that are left: as they are, or INT8 with a scale for each output."
-        ),
+        str, typer.Option(metavar="auto|int8", help="Of what is left: as it is, or INT8 with a scale for each output.")
     ] = "auto",
     card: Card = "any",
     experts: Experts = "routed",

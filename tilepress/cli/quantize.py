@@ -73,7 +73,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Share of all layers, at most, whose inputs get a scale per token because one static range serves them worst.  "
+            help="Of all layers the share, at most, whose inputs get a scale per token because one static range serves them worst.  "
             "[default: 10% where --smooth is not given]",
             show_default=False,
         ),
@@ -82,7 +82,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Share of all linear weights, at most, that stays in 16 bits because INT8 costs these layers most.  "
+            help="Of all linear weights the share, at most, that stays in 16 bits because INT8 costs these layers most.  "
             "[default with text and scales per token: 5%; 0 for none]",
             show_default=False,
         ),

@@ -22,7 +22,7 @@ def recover(
     base: Annotated[
         str, typer.Option(metavar="MODEL", help="The dense model that MODEL was pruned from.", show_default=False)
     ],
-    steps: Annotated[int, typer.Option(help="Steps of training; with --blocks for each layer.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Of training; with --blocks for each layer.", show_default=False)],
     dataset: Dataset = None,
     seqlen: Seqlen = None,
     batch: Annotated[int, typer.Option(help="Windows of text in a step.")] = 16,
@@ -42,7 +42,7 @@ def recover(
         ),
     ] = "all",
     noise: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of input tokens that are random ones for both models.")
+        float, typer.Option(metavar="SHARE", help="Of input tokens, replaced by random ones for both models.")
     ] = 0.0,
     blocks: Blocks = False,
     nsamples: Annotated[int, typer.Option(help="With --blocks or --dataset self: windows of text.")] = 128,
