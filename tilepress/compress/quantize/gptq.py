@@ -31,7 +31,7 @@ class Rounding:
 
     def codes(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return int8 codes [out, in] for a weight [out, in] float32 and its scale [out, 1] or [1]."""
-        # Columns stand one behind the other, in units of the scales: four launches a column, and each waits for the last.
+        # In units of the scales, columns one behind the other: four launches a column, and each waits for the last.
         left = (weight / scale.float().reshape(-1, 1))[:, self.order].t().contiguous()
         codes, errors = torch.empty_like(left), torch.empty_like(left[:BLOCK])
         for first in range(0, len(left), BLOCK):
