@@ -124,7 +124,7 @@ def test_env(cli):
 
 
 def test_demo_shows_the_whole_path(tmp_path, cli, monkeypatch):
-    """The demo with two of its sparsities, on a tenth of its text."""
+    """With two of its sparsities, on a tenth of its text."""
     part = tmp_path / "text.jsonl"
     part.write_text("".join(demo.TEXT.read_text().splitlines(keepends=True)[3:5]))
     monkeypatch.setattr(demo, "TEXT", part)

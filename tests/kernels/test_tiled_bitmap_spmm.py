@@ -202,7 +202,7 @@ def test_what_the_kernel_knows_of_its_runs(blocks):
 
 @pytest.mark.parametrize("n,columns,walks", [(3, 8, 1), (16, 16, 1), (64, 64, 1), (100, 128, 1), (1500, 128, 12)])
 def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
-    """Sizes and addresses of one launch, without a card."""
+    """Without a card: sizes and addresses of one launch."""
     pretend(monkeypatch, (9, 0))
     seen = kept(monkeypatch, tiled_bitmap_spmm)
     monkeypatch.setattr(tiled_bitmap_spmm, "_planned", tiled_bitmap_spmm._planned.__wrapped__)
