@@ -53,7 +53,8 @@ class Sampled:
 
     def to_json(self) -> dict:
         """Return what was written and where it stands, as a dictionary of plain values."""
-        return asdict(self) | {"text": asdict(self.text) | {"file": str(self.text.file)}}
+        counts = {"documents": self.documents, "tokens": self.tokens, "was_complete": self.was_complete}
+        return {"text": self.text.dataset, "file": str(self.text.file), **counts, "warnings": list(self.warnings)}
 
 
 def sample(

@@ -62,9 +62,7 @@ Report = Annotated[
 WriteCard = Annotated[
     bool, typer.Option("--write-card", help="Add the figures to the model card of MODEL, an artifact.")
 ]
-Dtype = Annotated[
-    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Dtype of activations and dense weights.")
-]
+Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of activations and dense weights.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in DIR.")]

@@ -26,7 +26,7 @@ TopP = Annotated[
     float | None,
     typer.Option(metavar="SHARE", help="Draw from the most likely tokens of this share.", show_default=False),
 ]
-DrawSeed = Annotated[int, typer.Option("--seed", help="Seed of what is drawn.")]
+DrawSeed = Annotated[int, typer.Option("--seed", help="Of what is drawn.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Message that a conversation begins with.", show_default=False)
@@ -35,7 +35,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         metavar="auto|float32|bfloat16|float16",
-        help="Dtype of activations and dense weights; auto: the checkpoint's, on a CPU float32.",
+        help="Of activations and dense weights; auto: the checkpoint's, on a CPU float32.",
     ),
 ]
 

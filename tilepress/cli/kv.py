@@ -17,8 +17,7 @@ def kv(
     model: Model,
     output: Output,
     bits: Annotated[
-        str,
-        typer.Option(metavar="4|8|auto", help="Bits of a stored key or value; auto: forms by layer under --budget."),
+        str, typer.Option(metavar="4|8|auto", help="Of a stored key or value; auto: forms by layer under --budget.")
     ] = "4",
     budget: Annotated[
         float | None,

@@ -64,7 +64,7 @@ def prune(
         ),
     ] = "uniform",
     damping: Annotated[
-        float, typer.Option(help="Share of the mean second moment that sparsegpt and admm add to each.")
+        float, typer.Option(help="Of sparsegpt and admm: share of the mean second moment that is added to each.")
     ] = 0.01,
     refit: Annotated[
         int,

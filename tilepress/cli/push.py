@@ -18,7 +18,7 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="NAME/MODEL", help="Repository of the hub.", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="Make it private if it is new.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.  [default: main]", show_default=False)] = None,
-    message: Annotated[str | None, typer.Option(help="Message of the commit.", show_default=False)] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; send nothing.")] = False,
     json_: Json = False,
     quiet: Quiet = False,

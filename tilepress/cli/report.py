@@ -20,7 +20,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path(
         "report.html"
     ),
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.", show_default=False)] = None,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="Of the page.", show_default=False)] = None,
     json_: Json = False,
 ) -> None:
     """Put what is known of compressed models on one page.

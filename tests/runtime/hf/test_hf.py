@@ -146,18 +146,25 @@ def test_other_compressed_tensors_go_to_the_stock_quantizer(change, made, monkey
     assert given == config | change
 
 
-def test_without_the_import_from_pretrained_is_as_it_was(checkpoint_of, tmp_path):
-    """`tilepress.load` adds a quantizer of its own name, and changes nothing that was there."""
+def test_from_pretrained_is_as_it_was_until_the_import_registers_with_it(checkpoint_of, artifact, tmp_path):
+    """`tilepress.load` adds a quantizer of its own name, and changes nothing that was there; no kernel is needed before a card is."""
     quantize(checkpoint_of("llama"), tmp_path / "out")
     script = (
         "import sys, transformers, tilepress\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as known\n"
         "before = dict(known), transformers.PreTrainedModel.from_pretrained\n"
         "tilepress.load(sys.argv[1])\n"
-        "assert known.pop('tilepress')\n"
-        "assert before == (known, transformers.PreTrainedModel.from_pretrained)\n"
+        "assert known.keys() - before[0].keys() == {'tilepress'}\n"
+        "assert before == ({name: known[name] for name in before[0]}, transformers.PreTrainedModel.from_pretrained)\n"
         "try: transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
         "except ImportError as error: assert 'compressed-tensors' in str(error)\n"
+        "import tilepress.hf; assert 'cuda.core' not in sys.modules\n"
+        "from transformers import AutoModelForCausalLM as A, AutoTokenizer as T\n"
+        "m = A.from_pretrained(sys.argv[2], device_map='auto'); t = T.from_pretrained(sys.argv[2])\n"
+        "out = m.generate(**t('def main():', return_tensors='pt'), max_new_tokens=5, do_sample=False)\n"
+        "print(type(m.model.layers[0].mlp.up_proj).__name__, m.dtype, out.shape[1])"
     )
-    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True)
+    words = str(tmp_path / "out"), str(artifact)
+    ran = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("TiledCSLLinear torch.bfloat16")
