@@ -9,8 +9,8 @@ dense", Flash-LLM, VLDB 2024). `docs/format.md` is the specification with the dr
     tiles   128 rows x 64 columns; row blocks, then column blocks
     offsets first word of each tile and the end of the last, in units of 4 words (16 bytes)
 
-One window serves every batch size: it is at once the 128-byte-swizzled K-major operand that wgmma reads and, with the rows of
-an 8-row group taken in the order 0 4 1 5 2 6 3 7, a conflict-free 16-byte fragment load for mma.sync.
+One window serves every batch size and card: it is at once the 128-byte-swizzled K-major operand that wgmma reads, and what ldmatrix reads
+for mma.sync without bank conflicts.
 
 Any density works; every element whose bits are not all zero is kept, so -0.0 survives and unpack(pack(w)) is w bit for bit.
 """
