@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilepress.formats import TilepressError
+from tilepress.kernels import jit
+from tilepress.kernels.jit import Launch
 from tilepress.kernels.once import OfTensors
 
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
@@ -95,12 +97,43 @@ def multiply_decoded(
         for first in range(0, rows, _DECODED_ROWS):
             last = min(first + _DECODED_ROWS, rows)
             tiles = slice(first // tile[0] * k_blocks, -(-last // tile[0]) * k_blocks + 1)
-            dense, out = decode(tiles, first, last).to(x.dtype).t(), y[:, first:last]
-            if bias is None:
-                torch.mm(x, dense, out=out)
-            else:
-                torch.add(_wide_product(x, dense), bias[first:last], out=out)
+            _multiply(x, decode(tiles, first, last).to(x.dtype).t(), bias, y, first, last)
     return y
+
+
+def decoding(
+    out: Tensor, x: Tensor, tile: tuple[int, int], launch_of: Callable[[int], Launch]
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Return what computes `multiply_decoded` for arguments like these, launches made: run(x, words, offsets, scale, bias) -> like `out` [..., rows].
+
+    `launch_of(n)` gives the launch that decodes n rows to x's dtype; it takes the addresses of words, of the rows' offsets and scale if there is one, and of
+    the dense rows."""
+    rows, cols = out.shape[-1], x.shape[-1]
+    k_blocks, flat_like = -(-cols // tile[1]), jit.like((x.numel() // cols, rows), out.dtype, out.device)
+    spans = [(first, min(first + _DECODED_ROWS, rows)) for first in range(0, rows, _DECODED_ROWS)]
+    launches = {size: launch_of(size) for size in {last - first for first, last in spans}}
+    room = jit.like((max(launches), cols), x.dtype, x.device)
+
+    def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        x, y, dense = x.reshape(-1, cols), jit.empty_like(flat_like), jit.empty_like(room)
+        begins = words.data_ptr(), offsets.data_ptr(), dense.data_ptr()
+        turned = {size: dense[:size].t() for size in launches}
+        with torch.no_grad():  # out= has no gradient
+            for first, last in spans:  # one after the other in the same memory, which stays in the L2 cache
+                of_scale = [] if scale is None else [scale.data_ptr() + scale.itemsize * first]
+                launches[last - first](begins[0], begins[1] + 4 * k_blocks * (first // tile[0]), *of_scale, begins[2])
+                _multiply(x, turned[last - first], bias, y, first, last)
+        return y.view(out.shape)
+
+    return run
+
+
+def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, first: int, last: int) -> None:
+    """Write x [n, cols] times w [cols, last - first] and their part of the bias to columns first to last of y."""
+    if bias is None:
+        torch.mm(x, w, out=y[:, first:last])
+    else:
+        torch.add(_wide_product(x, w), bias[first:last], out=y[:, first:last])
 
 
 def _wide_product(x: Tensor, w: Tensor) -> Tensor:
