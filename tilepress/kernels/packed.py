@@ -2,7 +2,6 @@
 a decoded weight.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilepress.formats import TilepressError
+from tilepress.kernels import jit
+from tilepress.kernels.jit import Launch
 from tilepress.kernels.once import OfTensors
 
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
@@ -92,39 +93,77 @@ def multiply_decoded(
     x: Tensor, bias: Tensor | None, rows: int, tile: tuple[int, int], decode: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
     """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape.
-    A bias is added in float32 and the sum is rounded once, as the kernels do.
-
-    Of few rows of x a product with some rows of W does not fill a card: parts of W take turns on streams, so that one is decoded while others are
-    multiplied."""
+    A bias is added in float32 and the sum is rounded once, as the kernels do."""
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-x.shape[1] // tile[1])
-    streams = _streams(x.device, _STREAMS if len(x) <= _FEW_ROWS else 1)
     with torch.no_grad():  # out= has no gradient
-        for stream in streams[1:]:
-            stream.wait_stream(streams[0])
-        for i, first in enumerate(range(0, rows, _DECODED_ROWS)):
+        for first in range(0, rows, _DECODED_ROWS):
             last = min(first + _DECODED_ROWS, rows)
             tiles = slice(first // tile[0] * k_blocks, -(-last // tile[0]) * k_blocks + 1)
-            with torch.cuda.stream(streams[i % len(streams)]) if streams else contextlib.nullcontext():
-                dense, out = decode(tiles, first, last).to(x.dtype).t(), y[:, first:last]
-                if bias is None:
-                    torch.mm(x, dense, out=out)
-                else:
-                    torch.add(_wide_product(x, dense), bias[first:last], out=out)
-                del dense  # the next rows on this stream get the same memory, which is in the L2 cache
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
+            _multiply(x, decode(tiles, first, last).to(x.dtype).t(), bias, y, first, last)
     return y
 
 
+def decoding(
+    out: Tensor, x: Tensor, tile: tuple[int, int], launch_of: Callable[[int], Launch]
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Return what computes `multiply_decoded` for arguments like these, launches made: run(x, words, offsets, scale, bias) -> like `out` [..., rows].
+
+    `launch_of(n)` gives the launch that decodes n rows to x's dtype; it takes the addresses of words, of the rows' offsets and scale if there is one, and of
+    the dense rows. Of few rows of x a product with some rows of W does not fill a card: parts of W take turns on streams, so that one is decoded
+    while others are multiplied."""
+    rows, cols = out.shape[-1], x.shape[-1]
+    n, k_blocks = x.numel() // cols, -(-cols // tile[1])
+    flat_like = jit.like((n, rows), out.dtype, out.device)
+    spans = [(first, min(first + _DECODED_ROWS, rows)) for first in range(0, rows, _DECODED_ROWS)]
+    launches = {size: launch_of(size) for size in {last - first for first, last in spans}}
+    room = jit.like((max(launches), cols), x.dtype, x.device)
+    turns = min(_STREAMS if n <= _FEW_ROWS else 1, len(spans))
+
+    def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        x, y = x.reshape(-1, cols), jit.empty_like(flat_like)
+        # The next rows on a stream get the same memory, which is in the L2 cache.
+        parts = [jit.empty_like(room) for _ in range(turns)]
+        places = [(part.data_ptr(), {size: part[:size].t() for size in launches}) for part in parts]
+
+        def multiply(first: int, last: int, dense: int, turned: dict[int, Tensor]) -> None:
+            of_scale = [] if scale is None else [scale.data_ptr() + scale.itemsize * first]
+            of_tiles = offsets.data_ptr() + 4 * k_blocks * (first // tile[0])
+            launches[last - first](words.data_ptr(), of_tiles, *of_scale, dense)
+            _multiply(x, turned[last - first], bias, y, first, last)
+
+        with torch.no_grad():  # out= has no gradient
+            if turns == 1:
+                for first, last in spans:
+                    multiply(first, last, *places[0])
+            else:
+                streams = _streams(x.device, turns)
+                for stream in streams[1:]:
+                    stream.wait_stream(streams[0])
+                for i, (first, last) in enumerate(spans):
+                    with torch.cuda.stream(streams[i % turns]):
+                        multiply(first, last, *places[i % turns])
+                for stream in streams[1:]:
+                    streams[0].wait_stream(stream)
+        return y.view(out.shape)
+
+    return run
+
+
 def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return the current stream of a card, and others of this thread's own, `count` in all; none where the device is no card."""
-    if device.type != "cuda":
-        return []
+    """Return the current stream of a card, and others of this thread's own, `count` in all."""
     others = _of_thread.__dict__.setdefault(device, [])
     while len(others) < count - 1:
         others.append(torch.cuda.Stream(device))
     return [torch.cuda.current_stream(device), *others[: count - 1]]
+
+
+def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, first: int, last: int) -> None:
+    """Write x [n, cols] times w [cols, last - first] and their part of the bias to columns first to last of y."""
+    if bias is None:
+        torch.mm(x, w, out=y[:, first:last])
+    else:
+        torch.add(_wide_product(x, w), bias[first:last], out=y[:, first:last])
 
 
 def _wide_product(x: Tensor, w: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_bitmap_m
 from tilepress.kernels.arch import HOPPER, Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
-from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, multiply_decoded
-from tilepress.kernels.tiled_bitmap_decode import macros, tiled_bitmap_decode
+from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, decoding, multiply_decoded
+from tilepress.kernels.tiled_bitmap_decode import kernel as tiled_bitmap_decode_kernel, macros, tiled_bitmap_decode
 
 library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
@@ -277,7 +277,35 @@ def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | Non
     return run
 
 
-def _decoding(x: Tensor, words, offsets, scale, bias, rows: int, value_dtype: torch.dtype, group: int) -> Tensor:
+def _plan_decoding(
+    x: Tensor,
+    words: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    value_dtype: torch.dtype,
+    group: int,
+) -> Callable:
+    packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
+    if x.dtype != packed.weight_dtype:
+        return _converting
+    kernel, k_blocks = tiled_bitmap_decode_kernel(x.dtype, value_dtype, group), -(-packed.cols // TILE_COLS)
+    varying = VARIES, VARIES, 0 if scale is None else VARIES, VARIES
+
+    def launch_of(n: int) -> Launch:
+        return Launch(kernel, x.device, tiled_bitmap.num_tiles(n, packed.cols), (*varying, n, packed.cols, k_blocks))
+
+    out = jit.like((*x.shape[:-1], rows), x.dtype, x.device)
+    run = decoding(out, x, (TILE_ROWS, TILE_COLS), launch_of)
+    return lambda x, words, offsets, scale, bias, *_: run(x, words, offsets, scale, bias)
+
+
+_decoding = Planned(_plan_decoding)
+
+
+def _converting(x: Tensor, words, offsets, scale, bias, rows: int, value_dtype: torch.dtype, group: int) -> Tensor:
+    """Decode W for x of another dtype, which the weight is converted to."""
     packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
     return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 

@@ -20,8 +20,8 @@ from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_csl_mma
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
-from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, multiply_decoded
-from tilepress.kernels.tiled_csl_decode import tiled_csl_decode
+from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, decoding, multiply_decoded
+from tilepress.kernels.tiled_csl_decode import kernel as tiled_csl_decode_kernel, tiled_csl_decode
 
 library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
@@ -260,7 +260,28 @@ def _multiplying(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tenso
     return run
 
 
-def _decoding(x: Tensor, words: Tensor, offsets: Tensor, bias, rows: int, value_dtype: torch.dtype) -> Tensor:
+def _plan_decoding(
+    x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, rows: int, value_dtype: torch.dtype
+) -> Callable:
+    packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
+    if x.dtype != value_dtype:
+        return _converting
+    k_blocks = -(-packed.cols // tiled_csl.TILE_COLS)
+
+    def launch_of(n: int) -> Launch:
+        tiles = tiled_csl.num_tiles(n, packed.cols)
+        return Launch(tiled_csl_decode_kernel(), x.device, tiles, (VARIES, VARIES, VARIES, n, packed.cols, k_blocks))
+
+    out = jit.like((*x.shape[:-1], rows), x.dtype, x.device)
+    run = decoding(out, x, (tiled_csl.TILE_ROWS, tiled_csl.TILE_COLS), launch_of)
+    return lambda x, words, offsets, bias, *_: run(x, words, offsets, None, bias)
+
+
+_decoding = Planned(_plan_decoding)
+
+
+def _converting(x: Tensor, words: Tensor, offsets: Tensor, bias, rows: int, value_dtype: torch.dtype) -> Tensor:
+    """Decode W for x of another dtype, which the weight is converted to."""
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
     return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 
