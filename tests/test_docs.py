@@ -191,7 +191,7 @@ def test_the_reference_has_every_command_and_option(cli, monkeypatch):
     spec.loader.exec_module(hooks)
     sections = re.split(r"^#+ `tilepress (.*)`$", hooks._commands(), flags=re.M)
     found = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert {"compress", "eval", "compress quantize", "eval speed", "demo", "push"} <= found.keys() and len(found) == 22
+    assert {"compress", "eval", "compress quantize", "eval speed", "demo", "push"} <= found.keys()
     for name, section in found.items():
         options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)(?=\s)", cli(*name.split(), "--help").out, flags=re.M))
         assert "--help" in options
