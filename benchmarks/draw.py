@@ -19,7 +19,7 @@ def rows(name: str, **wanted) -> list[dict]:
 def end_to_end() -> str:
     columns = "model, artifact, cards, sequences, context, tokens/s, of a card, ms a token, ms to the first, GiB of a card at most, "
     columns = (columns + "tokens per GPU-second of dense").split(", ")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = [f"| {' | '.join(columns)} |", "|---|---" + "|---:" * (len(columns) - 2) + "|"]
     for row in rows("end_to_end"):
         speedup = "1" if row["is_base"] else f"{row['speedup']:.2f}" if "speedup" in row else ""
         numbers = (

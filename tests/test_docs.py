@@ -4,12 +4,14 @@ Every `tilepress` command of README, the guides and the pages that stand beside 
 pages, and those that need a card, a network or several processes, are parsed: an unknown command or flag fails.
 """
 
+import importlib.util
 import io
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,3 +180,19 @@ def test_every_page_is_in_the_site():
     named = (ROOT / "mkdocs.yml").read_text()
     for path in (ROOT / "docs").rglob("*.md"):
         assert str(path.relative_to(ROOT / "docs")) in named, path
+
+
+def test_the_reference_has_every_command_and_option(cli, monkeypatch):
+    """Compared with what `--help` prints of each."""
+    for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):  # which only the site's environment has
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(File=None))
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    sections = re.split(r"^#+ `tilepress (.*)`$", hooks._commands(), flags=re.M)
+    found = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert {"compress", "eval", "compress quantize", "eval speed", "demo", "push"} <= found.keys()
+    for name, section in found.items():
+        options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)(?=\s)", cli(*name.split(), "--help").out, flags=re.M))
+        assert "--help" in options
+        assert name in ("compress", "eval") or options == set(re.findall(r"^\| `(?:-\w, )?(--[\w-]+)", section, re.M))

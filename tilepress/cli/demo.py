@@ -118,9 +118,8 @@ def demo(
 
     from tilepress import demo as embedded
 
-    values = (
-        [] if model is not None and sparsity is None else list(map(parse_share, (sparsity or "0.3,0.5").split(",")))
-    )
+    sparsity = sparsity or ("0.3,0.5" if model is None else None)
+    values = [parse_share(value) for value in sparsity.split(",")] if sparsity else []
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and holds files", "choose another -o DIR")
     started = time.monotonic()

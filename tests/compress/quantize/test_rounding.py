@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilepress.cli.quantize import _statistics_text
 from tilepress.compress.layers.groups import Group
 from tilepress.compress.layers.moments import Moments
+from tilepress.compress.quantize import gptq
 from tilepress.compress.quantize.gptq import DAMPING, Rounding
 from tilepress.compress.quantize.inputs import Input, Settings
 from tilepress.compress.quantize.observers import Observer
@@ -152,6 +153,15 @@ def test_rounding_takes_few_launches():
     with _Launches() as launches:
         rounding.codes(weight, scale)
     assert launches.count < 4 * 256 + 40
+
+
+@pytest.mark.gpu
+def test_a_recorded_block_rounds_as_its_launches_do(monkeypatch):
+    x, weight = _correlated(900, 300), torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
+    rounding, scale = Rounding((x.t() @ x / len(x)).cuda(), "x"), int8.weight_scale(weight, "channel", torch.float32)
+    recorded = rounding.codes(weight.cuda(), scale.cuda())
+    monkeypatch.setattr(gptq, "_recorded", lambda *like: gptq._round_columns)
+    assert torch.equal(recorded, rounding.codes(weight.cuda(), scale.cuda()))
 
 
 def test_factors_of_inputs_without_values_stay_finite():

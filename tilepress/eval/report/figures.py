@@ -122,11 +122,9 @@ def pareto(found: Gathered) -> dict | None:
             )
         )
     spread = max(one["kl"] for one in told) / max(min(one["kl"] for one in told), 1e-9)
-    kind = (
-        {"type": "log", "dtick": "D2"}
-        if spread > 20 and min(one["kl"] for one in told) > 0
-        else {"rangemode": "tozero"}
-    )
+    ticks = [digit * 10.0**power for power in range(-6, 3) for digit in (1, 2, 5)]
+    logs = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    kind = logs if spread > 20 and min(one["kl"] for one in told) > 0 else {"rangemode": "tozero"}
     axes = {"xaxis": _axis("MB of weights", rangemode="tozero"), "yaxis": _axis("KL divergence, nats", **kind)}
     drawn = {one["name"] for one in told}
     for size in {one.source_bytes for one in found.artifacts if one.source_bytes and one.name in drawn}:

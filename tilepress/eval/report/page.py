@@ -96,14 +96,14 @@ def _verdict(found: Gathered, artifact: Artifact) -> str:
                 f"{name} {scores['acc_norm']:.1%}" for name, scores in result["results"].items() if "acc_norm" in scores
             ]
     faster = [
-        row
+        (row["speedup"], row["batch"], "" if result["env"].get("card") else " by references on a CPU")
         for result in found.speeds
         for row in result["rows"]
         if "speedup" in row and found.artifact(row["model"]) is artifact
     ]
     if faster:
-        best = max(faster, key=lambda row: row["speedup"])
-        parts.append(f"decodes {best['speedup']:.2f} times as fast at batch {best['batch']}")
+        times, batch, how = max(faster)
+        parts.append(f"decodes {times:.2f} times as fast at batch {batch}{how}")
     text = "; ".join(parts)
     return (
         f"{artifact.name}: {text}."
