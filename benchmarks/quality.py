@@ -25,8 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+PRUNE = "compress prune {{model}} -o {{out}} --sparsity {} --method admm --allocation auto --refit 100 {{text}}"
+RECOVER = "compress recover {made} --base {model} -o {out} --steps 600 --batch 8 --dataset self+{calibrate}"
 RECIPES = {  # name: the steps that make an artifact; {made} is {out} of the step before, {text} and {own} are the flags of a text
     "dense": (),
     "int8": ("compress quantize {model} -o {out} {text}",),
@@ -45,12 +48,8 @@ RECIPES = {  # name: the steps that make an artifact; {made} is {out} of the ste
     "kv, 4.5 bits": ("compress kv {model} -o {out} --bits auto --budget 4.5 {text}",),
     "kv, 4.5 bits, values folded": ("compress kv {model} -o {out} --bits auto --budget 4.5 --fold-values {text}",),
     "kv8": ("compress kv {model} -o {out} --bits 8 {text}",),
-    "50 % zeros": ("compress prune {model} -o {out} --sparsity 0.5 --method admm {text}",),
-    "60 % zeros": ("compress prune {model} -o {out} --sparsity 0.6 --method admm {text}",),
-    "50 % zeros, recovered": (
-        "compress prune {model} -o {out} --sparsity 0.5 --method admm {text}",
-        "compress recover {made} --base {model} -o {out} --steps 1000 --dataset {calibrate}",
-    ),
+    **{f"{share} % zeros": (PRUNE.format(share / 100),) for share in (50, 60)},
+    **{f"{share} % zeros, recovered": (PRUNE.format(share / 100), RECOVER) for share in (50, 60, 70)},
     "int8 + kv4": ("compress quantize {model} -o {out} {text}", "compress kv {made} -o {out} {text}"),
 }
 Run = Callable[
@@ -82,26 +81,59 @@ def command(words: list[str], seconds: float) -> dict:
     return json.loads(out)
 
 
-def made(model: str, name: str, how: argparse.Namespace, folder: Path, until: float, run: Run) -> tuple[str, dict, str]:
-    """Make a recipe's artifact; return where it is, what its commands told, and the commands as a user would give them."""
+@dataclass
+class Shared:
+    """Artifacts that several recipes begin with: each is made once, and its seconds count for all of them."""
+
+    folder: Path
+    wanted: set[tuple[str, ...]]  # the steps that they begin with
+    made: dict[tuple[str, ...], tuple[str, dict, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, names: list[str], folder: Path) -> "Shared":
+        begins = [RECIPES[name][: number + 1] for name in names for number in range(len(RECIPES[name]))]
+        return cls(folder, {steps for steps in begins if begins.count(steps) > 1})
+
+
+def made(
+    model: str, name: str, how: argparse.Namespace, folder: Path, until: float, run: Run, shared: Shared
+) -> tuple[str, dict, str, float]:
+    """Make a recipe's artifact; return where it is, what its commands told, the commands as a user would give them, and their seconds."""
     amount = ["--nsamples", str(how.nsamples), "--seqlen", str(how.seqlen)]
     texts = {"{text}": ["--dataset", how.calibrate, *amount], "{own}": ["--dataset", "self", *amount]}
-    path, told, commands = model, {}, []
+    path, told, commands, total = model, {}, [], 0.0
     for number, step in enumerate(RECIPES[name]):
-        out = str(folder / f"step-{number}")
+        steps = RECIPES[name][: number + 1]
+        place = tempfile.mkdtemp(dir=shared.folder) if steps in shared.wanted - shared.made.keys() else folder
+        out = shared.made[steps][0] if steps in shared.made else str(Path(place) / f"step-{number}")
         words = [
             word.format(model=model, out=out, made=path, calibrate=how.calibrate)
             for part in step.split()
             for word in texts.get(part, [part])
         ]
         names = {word: Path(word).name for word in (model, out, path, how.calibrate)}
-        commands.append(shlex.join(["tilepress", *(names.get(word, word) for word in words)]))
-        told |= run([*words, "--device", how.device, "--quiet"], until - time.monotonic())
-        path = out
-    return path, told, " && ".join(commands)
+        commands.append(shlex.join(["tilepress", *(_shown(word, names) for word in words)]))
+        if steps not in shared.made:
+            started = time.monotonic()
+            facts = run([*words, "--device", how.device, "--quiet"], until - started)
+            made_of = out, facts, time.monotonic() - started
+            if steps in shared.wanted:
+                shared.made[steps] = made_of
+        else:
+            made_of = shared.made[steps]
+        path, facts, seconds = made_of
+        told |= facts
+        total += seconds
+    return path, told, " && ".join(commands), total
 
 
-def row_of(model: str, name: str, how: argparse.Namespace, run: Run) -> dict:
+def _shown(word: str, names: dict[str, str]) -> str:
+    """Return a word of a command without the folders of this machine; of text beside the model's own, too."""
+    own, plus, beside = word.partition("+")
+    return names.get(word) or (f"{own}+{names[beside]}" if plus and beside in names else word)
+
+
+def row_of(model: str, name: str, how: argparse.Namespace, run: Run, shared: Shared | None = None) -> dict:
     """Measure a recipe. What could not be measured within the limit is None, with the reason as `failed`."""
     row = {"model": Path(model).name, "recipe": name, "command": None}
     row |= dict.fromkeys(("perplexity", "perplexity_stderr", "over_dense", "kl", "same_top", "bits_per_element"))
@@ -110,8 +142,9 @@ def row_of(model: str, name: str, how: argparse.Namespace, run: Run) -> dict:
     until = started + how.seconds
     with tempfile.TemporaryDirectory(dir=how.scratch) as folder:
         try:
-            path, told, row["command"] = made(model, name, how, Path(folder), until, run)
-            row["seconds"] = round(time.monotonic() - started, 1) if RECIPES[name] else None
+            shared = shared or Shared(Path(folder), set())
+            path, told, row["command"], seconds = made(model, name, how, Path(folder), until, run, shared)
+            row["seconds"] = round(seconds, 1) if RECIPES[name] else None
             if "kv_cache" in told:
                 cache = told["kv_cache"]
                 row["bits_per_element"] = 16 * cache["bytes_per_token"] / cache["bytes_per_token_bfloat16"]
@@ -177,19 +210,25 @@ def main(words: list[str] | None = None, run: Run = command) -> None:
             sys.exit(f"{how.output} has rows of another protocol: write to another file")
     env = environment(run)
     env["device"] = "cpu" if how.device == "cpu" else env["device"]
-    for name in names:
-        same = [row for row in told["rows"] if (row["model"], row["recipe"]) == (Path(how.model).name, name)]
-        if any("failed" not in row for row in same) and not how.again:
-            continue
-        row = row_of(how.model, name, how, run) | env
-        told["rows"] = [other for other in told["rows"] if other not in same] + [row]
-        how.output.parent.mkdir(parents=True, exist_ok=True)
-        how.output.with_suffix(".tmp").write_text(json.dumps(told, indent=1) + "\n")
-        how.output.with_suffix(".tmp").replace(how.output)
-        print(
-            json.dumps({key: row.get(key) for key in ("recipe", "perplexity", "over_dense", "kl", "failed")}),
-            flush=True,
-        )
+    fresh = [name for name in names if how.again or not _measured(told["rows"], how, name)]
+    with tempfile.TemporaryDirectory(dir=how.scratch) as folder:
+        shared = Shared.of(fresh, Path(folder))
+        for name in fresh:
+            row = row_of(how.model, name, how, run, shared) | env
+            others = [other for other in told["rows"] if (other["model"], other["recipe"]) != (row["model"], name)]
+            told["rows"] = [*others, row]
+            how.output.parent.mkdir(parents=True, exist_ok=True)
+            how.output.with_suffix(".tmp").write_text(json.dumps(told, indent=1) + "\n")
+            how.output.with_suffix(".tmp").replace(how.output)
+            print(
+                json.dumps({key: row.get(key) for key in ("recipe", "perplexity", "over_dense", "kl", "failed")}),
+                flush=True,
+            )
+
+
+def _measured(rows: list[dict], how: argparse.Namespace, name: str) -> bool:
+    model = Path(how.model).name
+    return any((row["model"], row["recipe"]) == (model, name) and "failed" not in row for row in rows)
 
 
 def arguments() -> argparse.ArgumentParser:

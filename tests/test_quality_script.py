@@ -67,7 +67,8 @@ def test_rows_of_recipes(quality, run, words, tmp_path, model):
     assert zeros["sparsity"] == pytest.approx(0.5, abs=0.01) and zeros["bits_per_element"] is None
     assert zeros["over_dense"] == pytest.approx(zeros["perplexity"] / dense["perplexity"] - 1, rel=1e-6)
     assert zeros["hellaswag_acc_norm"] in (0.0, 1.0) and zeros["device"] == "cpu" and zeros["seconds"] > 0
-    shown = f"tilepress compress prune {model.name} -o step-0 --sparsity 0.5 --method admm --dataset {demo.TEXT.name} --nsamples 2 --seqlen 32"
+    shown = f"tilepress compress prune {model.name} -o step-0 --sparsity 0.5 --method admm"
+    shown += f" --allocation auto --refit 100 --dataset {demo.TEXT.name} --nsamples 2 --seqlen 32"
     assert zeros["command"] == shown
     assert not list(tmp_path.glob("tmp*"))  # artifacts are removed
     asked = len(run.asked)
@@ -101,6 +102,30 @@ def test_steps_follow_each_other(quality, words, tmp_path):
     assert asked[1][2] == asked[0][asked[0].index("-o") + 1] and asked[1][asked[1].index("--base") + 1] == how.model
     assert asked[2][2] == asked[1][asked[1].index("-o") + 1] and asked[2][asked[2].index("--base") + 1] == how.model
     assert row["command"].count(" && ") == 1 and (row["over_dense"], row["sparsity"], row["bytes"]) == (0.5, 0.5, 7)
+
+
+def test_steps_that_recipes_share_are_made_once(quality, words, tmp_path):
+    """Their seconds count for both, and nothing names a folder of this machine."""
+    asked = []
+
+    def run(command, seconds):
+        asked.append(command)
+        if command[0] == "compress":
+            time.sleep(0.1)
+            assert not Path(command[command.index("-o") + 1]).exists()
+            Path(command[command.index("-o") + 1]).mkdir()
+        told = {"kl_divergence": {"mean": 0.5}, "top1_agreement": 0.5, "base": {"perplexity": 2.0}, "perplexity": 3.0}
+        told |= {"perplexity_stderr": 0.1, "windows": 2, "results": {"hellaswag": {"acc_norm": 0.5, "items": 1}}}
+        return told | {"bytes": 7, "sparsity": 0.5}
+
+    quality.main([*words, "--recipes", "50 % zeros;50 % zeros, recovered"], run)
+    assert [command[1] for command in asked if command[0] == "compress"] == ["prune", "recover"]
+    pruned, recovered = json.loads((tmp_path / "rows" / "quality.json").read_text())["rows"]
+    assert 0.1 <= pruned["seconds"] < recovered["seconds"] and recovered["command"].startswith(pruned["command"])
+    assert f"--dataset self+{demo.TEXT.name}" in recovered["command"] and str(tmp_path) not in recovered["command"]
+    made_at = asked[1][asked[1].index("-o") + 1]
+    recover = next(command for command in asked if command[1] == "recover")
+    assert recover[2] == made_at and not Path(made_at).exists()
 
 
 def test_a_recipe_over_its_limit_says_so_and_is_tried_again(quality, run, words, tmp_path):

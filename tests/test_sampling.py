@@ -87,7 +87,7 @@ def test_the_same_again_and_something_else(random_model, cache):
 
 
 def test_more_text_goes_on_with_what_is_there_and_a_stopped_run_too(random_model, monkeypatch):
-    monkeypatch.setitem(sampling.DOCUMENTS, "cpu", 2)
+    monkeypatch.setitem(sampling.DOCUMENTS, "cpu", (2, 2))
     few = tilepress.sample(random_model, Text("self", 2, 16))
     rounds = sorted(few.text.file.parent.glob("round-*"))
     kept = {path: path.read_text() for path in rounds}
@@ -140,6 +140,14 @@ def test_tokens_come_from_the_models_own_distribution(random_model):
     assert len(likely) >= 10 and sum(seen.values()) == 1600
     observed, wanted = [seen[token] for token in likely], [float(expected[token]) for token in likely]
     assert chisquare([*observed, 1600 - sum(observed)], [*wanted, 1600 - sum(wanted)]).pvalue > 1e-3
+
+
+def test_small_models_write_more_documents_at_once_on_a_card():
+    smol = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    large = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 32}
+    found = [sampling._documents(config, 2048, "cuda") for config in (smol, large, {})]
+    assert found == [128, 32, 32] and sampling._documents(smol, 8192, "cuda") == 32  # 360 MB a document
+    assert sampling._documents(smol, 4096, "cuda") == 64 and sampling._documents(smol, 2048, "cpu") == 8
 
 
 def test_another_model_writes_its_own(random_model, checkpoint_of):

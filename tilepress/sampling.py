@@ -32,7 +32,11 @@ from tilepress.runtime.loader import load
 from tilepress.text import Text, check_source, documents, load_tokenizer, window_start
 
 VERSION = 1  # of what is drawn with a seed
-DOCUMENTS = {"cuda": 32, "cpu": 8}  # that are decoded together: what is stopped loses a round
+DOCUMENTS = {
+    "cuda": (32, 128),
+    "cpu": (8, 8),
+}  # that are decoded together, at least and at most: what is stopped loses a round
+_CACHE_BYTES = 8 << 30  # that their keys and values may take, beyond the least
 SHORT = 16  # tokens; a text that ends earlier is no text
 _NGRAM = 4
 _MOST_BESIDE = 1 << 26  # characters of other text
@@ -84,7 +88,7 @@ def sample(
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code)
     text = text.fitted(checkpoint.text_config, tokenizer)
     wanted = text.nsamples * (text.seqlen - len(window_start(tokenizer, text.bos)))
-    at_once = min(DOCUMENTS[torch.device(device).type], text.nsamples)
+    at_once = min(_documents(checkpoint.text_config, text.seqlen, torch.device(device).type), text.nsamples)
     folder = _folder(checkpoint, text, at_once)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +119,17 @@ def sample(
         write_atomic(file, content, folder)
     tokens = sum(row["tokens"] for row in rows)
     return Sampled(replace(text, file=file), len(lines), tokens, tuple(_warnings(rows, tokens, wanted)), not fresh)
+
+
+def _documents(config: dict, seqlen: int, device: str) -> int:
+    """Return how many documents are decoded together: a power of two that the model's attention cache has room for."""
+    least, most = DOCUMENTS[device]
+    heads = config.get("num_attention_heads") or 1
+    size = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
+    token = 4 * size * (config.get("num_key_value_heads") or heads) * (config.get("num_hidden_layers") or 1)
+    if not token:
+        return least
+    return max(least, min(most, 1 << max(_CACHE_BYTES // (token * seqlen), 1).bit_length() - 1))
 
 
 def _up_to(texts: Iterator[str], characters: int) -> Iterator[str]:

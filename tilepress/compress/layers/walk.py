@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from tilepress.compress.layers.groups import Group, find_groups
 from tilepress.compress.layers.layerwise import LayerByLayer
+from tilepress.compress.layers.windows import run_together, together
 from tilepress.compress.run.plan import Plan, Progress, source_mtime
 from tilepress.compress.run.targets import Target
 from tilepress.formats import TilepressError, UsageError, dtype_name
@@ -97,14 +98,24 @@ class Layer:
             raise TilepressError(f"the model does not run {unused[0]}", f"leave it alone: --ignore {unused[0]}")
         return groups
 
-    def outputs(self, stream: str = HIDDEN) -> Iterator[Tensor]:
-        """Yield the loaded layer's output for each window of a stream, in the stream's dtype and where the stream is."""
-        for h in self.streams[stream]:
-            yield self.model.run(self.path, h).to(h.device, h.dtype)
+    def outputs(self, stream: str = HIDDEN, at_once: int = 0) -> Iterator[Tensor]:
+        """Yield the loaded layer's output for each window of a stream, in the stream's dtype and where the stream is.
 
-    def advance(self, stream: str = HIDDEN) -> None:
+        Windows run together, as many as `at_once` tokens hold, where the layer takes them so."""
+        hidden = self.streams[stream]
+        room = at_once if at_once and self._runs_together else 0
+        for part in together([h.shape[1] for h in hidden], room):
+            h = torch.cat([hidden[i] for i in part]) if len(part) > 1 else hidden[part[0]]
+            out = self.model.run(self.path, h).to(h.device, h.dtype)
+            yield from out.split(1) if len(part) > 1 else (out,)
+
+    @cached_property
+    def _runs_together(self) -> bool:
+        return run_together(self.model, self.path, self.probe)
+
+    def advance(self, stream: str = HIDDEN, at_once: int = 0) -> None:
         """Replace each window of a stream by the loaded layer's output for it."""
-        for i, h in enumerate(self.outputs(stream)):
+        for i, h in enumerate(self.outputs(stream, at_once)):
             self.streams[stream][i] = h
 
 

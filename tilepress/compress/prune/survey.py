@@ -53,7 +53,7 @@ class _Survey(Visitor):
     def visit(self, layer: Layer) -> tuple[dict[str, list], dict[str, Tensor]]:
         with layer.model.loaded(layer.path) as module:
             for stream in layer.streams.keys() - {HIDDEN}:
-                layer.advance(stream)
+                layer.advance(stream, _at_once(layer))
             return self._survey_layer(layer, module), {}
 
     def finish(self, facts: dict, streams: dict[str, list[Tensor]]) -> dict:
@@ -80,7 +80,7 @@ class _Survey(Visitor):
             tokens[path] = tokens.get(path, 0) + len(x)
 
         with watch_inputs(modules, [group.linears[0] for group in groups], see):
-            outputs = list(layer.outputs())
+            outputs = list(layer.outputs(at_once=_at_once(layer)))
         ranks = layer.ranks
         for path in (group.linears[0] for group in groups) if ranks.size > 1 else ():
             if seen := int(ranks.sum(torch.tensor(tokens.get(path, 0), device=ranks.device))):
@@ -117,10 +117,15 @@ class _Survey(Visitor):
                 turned = weight.t() if linear_shape(modules[path])[2] else weight
                 pruned = wanda.prune(turned.contiguous(), norms[group.linears[0]], self.settings.count(turned.numel()))
                 turned.copy_(pruned)
-        outputs = list(layer.outputs())
+        outputs = list(layer.outputs(at_once=_at_once(layer)))
         for path, weight in kept.items():
             modules[path].weight.data.copy_(weight)
         return outputs
+
+
+def _at_once(layer: Layer) -> int:
+    """Return how many tokens run together: a card waits for launches."""
+    return WINDOWS * TOKENS if layer.model.device.type == "cuda" else 0
 
 
 def _describe(linear: nn.Module, norms: Tensor) -> dict:

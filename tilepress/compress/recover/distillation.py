@@ -212,7 +212,11 @@ def outputs_of(model: nn.Module, layers: list[str]) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def same_every_time() -> Iterator[None]:
-    """Use kernels whose sums have one order, where torch has them: on a card the backward pass of attention would differ from run to run."""
+    """Use kernels whose sums have one order, where torch has them: on a card the backward pass of attention would differ from run to run.
+
+    cuDNN's attention has none, so flash attention runs in its place."""
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -220,5 +224,6 @@ def same_every_time() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled
