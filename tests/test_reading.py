@@ -26,7 +26,7 @@ FITTING = (
 )  # one pattern more for each that fits
 TOLD = (".py", ".md", ".yaml", ".ipynb")  # files that tell people what to install
 # Words that no docstring begins with.
-FRAGMENTS = ("And", "As", "Behind", "Beside", "By", "From", "In", "Of", "On", "Under", "Where", "With", "Without")
+FRAGMENTS = ("And", "As", "Behind", "Beside", "By", "From", "In", "Of", "On", "Under", "With", "Without")
 SOURCES = [source.file for sources in KERNELS.values() for source in sources]
 
 
