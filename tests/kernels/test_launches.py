@@ -6,7 +6,7 @@ from support.stub_card import recorded
 
 from tilepress.formats import tiled_bitmap, tiled_csl
 from tilepress.formats.kv_int4 import KVFormat
-from tilepress.kernels import jit, w8a8_gemm
+from tilepress.kernels import decoded, jit, packed, w8a8_gemm
 
 ops = torch.ops.tilepress
 TOKENS, COLUMNS, ROWS = 3, 256, 512
@@ -218,3 +218,37 @@ def test_attention_of_several_queries_in_parts(launches):
         assert attend["weights"] - attend["parts"] == 4 * attend["splits"] * rows * 64 and combine["rows"] == rows
         assert (attend["queries"], attend["batch"], attend["kv_heads"], attend["group"]) == (7, TOKENS, 2, 2)
         assert (attend["table_stride"], attend["table_pages"], attend["window"]) == (1000, 1000, 50_000)
+
+
+@pytest.mark.parametrize("bias", [None, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("layout", ["csl", "bitmap", "int8"])
+def test_many_rows_are_multiplied_by_decoded_parts(launches, monkeypatch, layout, bias):
+    """Every launch takes its own rows' offsets and scales; products are of what lies in the memory that it writes to, here made by hand."""
+    monkeypatch.setattr(packed, "_DECODED_ROWS", 256)
+    dtype, rows = BF16, 700
+    dense = torch.randint(-3, 4, (rows, COLUMNS)).to(dtype)
+    bias = bias and torch.randint(-9, 9, (rows,)).to(dtype)
+    x = torch.randint(-3, 4, (3, 700, COLUMNS)).to(dtype)  # small whole numbers, exact in any order
+    scale, stored = None, tiled_csl.pack(dense) if layout == "csl" else tiled_bitmap.pack(dense)
+    if layout == "int8":
+        scale = torch.ones(rows, dtype=dtype)
+        stored = tiled_bitmap.pack(dense.to(torch.int8), scale=scale)
+    made, multiply = [], decoded.multiply
+
+    def by_hand(x, w, bias, y, first, last):
+        (_, told), wanted = launches[-1], first // 128 * (COLUMNS // (64 if layout == "csl" else 128))
+        assert told["offsets"] == stored.offsets[wanted:].data_ptr() and told["words"] == stored.words.data_ptr()
+        assert told.get("scale", 0) == (0 if scale is None else scale[first:].data_ptr())
+        assert (told["w"], told["rows"], told["cols"]) == (w.data_ptr(), last - first, COLUMNS)
+        w.t().copy_(dense[first:last])
+        made.append((first, last))
+        multiply(x, w, bias, y, first, last)
+
+    monkeypatch.setattr(decoded, "multiply", by_hand)
+    if layout == "csl":
+        found = ops.tiled_csl_spmm(x, stored.words, stored.offsets, bias, rows, dtype)
+    else:
+        found = ops.tiled_bitmap_spmm(x, stored.words, stored.offsets, scale, bias, rows, stored.dtype, stored.group)
+    assert made == [(0, 256), (256, 512), (512, 700)]
+    expected = x.double() @ dense.double().t() + (0 if bias is None else bias.double())
+    assert torch.equal(found, expected.to(dtype))

@@ -61,7 +61,7 @@ def kernels() -> dict[str, jit.Kernel]:
         "rope_append": rope_append._kernel(FORM, BF16, steps, 64, 32, 8, 128, False, False, False, False, False),
         "tiled_bitmap_decode": tiled_bitmap_decode.kernel(BF16, BF16, 1),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
-        "tiled_csl_decode": tiled_csl_decode._kernel(),
+        "tiled_csl_decode": tiled_csl_decode.kernel(),
         "tiled_csl_mma": tiled_csl_spmm._mma_kernel(8, BF16),
         "w8a16_gemm": w8a16_gemm._kernel(16, BF16),
         "w8a16_mma": w8a16_gemm._mma_kernel(16, BF16),

@@ -22,7 +22,7 @@ def source() -> str:
 
 
 @functools.cache
-def _kernel() -> jit.Kernel:
+def kernel() -> jit.Kernel:
     return jit.Kernel("tiled_csl_decode", source(), "words* offsets* w* rows cols k_blocks", THREADS)
 
 
@@ -34,7 +34,7 @@ def _cuda(words: Tensor, offsets: Tensor, rows: int, cols: int, value_dtype: tor
         raise ValueError(f"{list(offsets.shape)} offsets of {offsets.dtype} for {grid} tiles")
     out = torch.empty(rows, cols, dtype=value_dtype, device=words.device)
     addresses = (words.data_ptr(), offsets.data_ptr(), out.data_ptr())
-    _kernel()(words.device, grid, *addresses, rows, cols, -(-cols // tiled_csl.TILE_COLS))
+    kernel()(words.device, grid, *addresses, rows, cols, -(-cols // tiled_csl.TILE_COLS))
     return out
 
 
