@@ -9,8 +9,8 @@ long and a short answer divided by their lengths, so that the prompt cancels out
 row's `share` says what the card did in a token's time, by the names of its kernels, in parts of that time: ours, attention,
 products of vLLM's (the head; all of them where weights are not ours), the rest, and the time without a kernel. The first
 token is timed on prompts that are not cached; `card_ms` is what its kernels take together, `launches` how often kernels
-and graphs were launched, and `host_ms` where the host spent most of it, in one more run under a profiler. Forms that
-exist in --work are not made again.
+and graphs were launched, and `host_ms` where the host spent most of it, in one more run under a profiler (of the
+shortest and the longest prompt). Forms that exist in --work are not made again.
 """
 
 import argparse
@@ -104,13 +104,21 @@ def measure(llm, cases: tuple[tuple[int, int], ...] = CASES, runs: int = RUNS) -
             seconds(asked, tokens)
         return Counter({event.key: event.self_device_time_total / 1e3 for event in found.key_averages()})
 
-    decode, first = [], []
+    decode, first, found_in = [], [], {}
     for batch, context in cases:
-        asked = prompts(batch, context)
+        asked = found_in[batch, context] = prompts(batch, context)
         seconds(asked, SHORT)  # fills the prefix cache
         found = [(seconds(asked, LONG) - seconds(asked, SHORT)) / (LONG - SHORT) for _ in range(runs)]
         tpot = 1e3 * statistics.median(found)
-        row = {"batch": batch, "context": context, "tpot_ms": tpot, "spread": (max(found) - min(found)) * 1e3 / tpot}
+        spread = (max(found) - min(found)) * 1e3 / tpot
+        decode.append({"batch": batch, "context": context, "tpot_ms": tpot, "spread": spread})
+    for context in FIRST:
+        found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(runs + 1))][1:]
+        first.append({"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)})
+    # A profiler may leave something behind that makes launches slower, so all times are taken before it is used.
+    for row in decode:
+        asked, tpot = found_in[row["batch"], row["context"]], row["tpot_ms"]
+        seconds(asked, SHORT)  # other prompts may have taken its place in the prefix cache
         spent = kernels(asked, SHORT + PROFILED)
         spent.subtract(kernels(asked, SHORT))
         kinds: Counter = Counter()
@@ -118,11 +126,9 @@ def measure(llm, cases: tuple[tuple[int, int], ...] = CASES, runs: int = RUNS) -
             kinds[kind_of(name)] += ms / PROFILED
         kinds["idle"] = tpot - kinds.total()
         most_of_it = {name[:120]: ms / PROFILED for name, ms in spent.most_common(12)}
-        decode.append(row | {"share": {kind: ms / tpot for kind, ms in kinds.items()}, "kernels_ms": most_of_it})
-    for context in FIRST:
-        found = [seconds(asked, 1) for asked in (prompts(1, context) for _ in range(runs + 1))][1:]
-        row = {"batch": 1, "context": context, "ttft_ms": 1e3 * statistics.median(found)}
-        first.append(row | of_host_and_card(lambda asked: seconds(asked, 1), prompts(1, context)))
+        row |= {"share": {kind: ms / tpot for kind, ms in kinds.items()}, "kernels_ms": most_of_it}
+    for row in (first[0], first[-1]):
+        row |= of_host_and_card(lambda asked: seconds(asked, 1), prompts(1, row["context"]))
     return {"decode": decode, "first": first}
 
 

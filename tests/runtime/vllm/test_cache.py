@@ -387,6 +387,31 @@ def test_a_sidecar_or_an_engine_that_do_not_fit(made, tmp_path, monkeypatch, wha
         cache.calibration_for(asked_of(out))
 
 
+@pytest.mark.parametrize(
+    "capability,dtype,words",
+    [
+        ((9, 0), torch.bfloat16, None),
+        ((9, 0), torch.float32, "no kernel serves a cache of"),
+        ((8, 0), torch.bfloat16, "measured on Hopper cards alone"),
+    ],
+)
+def test_cards_take_it_by_themselves_where_it_was_measured(made, monkeypatch, capability, dtype, words):
+    """Others when they are asked to."""
+    config, said = asked_of(made(4)), []
+    config.model_config.dtype = dtype
+    monkeypatch.setattr(cache.torch, "empty", lambda *size: SimpleNamespace(device=torch.device("cuda", 0)))
+    monkeypatch.setattr(jit, "why_not", lambda device: None)
+    monkeypatch.setattr(arch, "card", lambda device: arch.card_of(*capability))
+    monkeypatch.setattr(cache, "PackedLayer", lambda layer, refits, device: device)
+    monkeypatch.setattr(cache, "_own_heads", lambda *_: (0, 2))
+    monkeypatch.setattr(cache._log, "warning_once", lambda text, *words: said.append(text % words))
+    monkeypatch.delenv(cache.SWITCH, raising=False)
+    found = cache.cache_for(config, LAYER)
+    assert (found is None) == bool(words) == bool(said) and all(words in text for text in said)
+    monkeypatch.setenv(cache.SWITCH, "packed")
+    assert cache.cache_for(config, LAYER).type == "cuda"
+
+
 def test_other_layers_keep_their_cache(made):
     """Those of a draft model, and of artifacts without a calibration."""
     assert cache.cache_for(asked_of(demo.MODEL), LAYER) is None
