@@ -11,12 +11,12 @@
 // Windows are operands of wgmma as they are: 128-byte-swizzled, K-major; W's rows are m and x's are n, or, with SWAP,
 // the other way round. A window is emptied by storing zeros to where the last tile was scattered (UNSCATTER), or filled
 // with zeros. TEAM warps share a window. With one consumer x has a slot beside each window and is handed over with it;
-// two consumers, for more columns of y, get x from slots of its own. Then two blocks on neighbouring multiprocessors are
-// a cluster (RANKS): they take tiles one below the other, and each copies half of x, to both of them, so that x comes
-// from the L2 cache once for 256 rows of W. A unit is a tile, or the two tiles of a cluster.
+// two consumers, for more columns of y, get x from slots of its own. Then two blocks on neighbouring multiprocessors
+// are a cluster (RANKS): they take tiles one below the other, and each copies half of x, to both of them, so that x
+// comes from the L2 cache once for 256 rows of W. A unit is a tile, or the two tiles of a cluster.
 //
-// W is walked through once for every NT columns of y. Of all these units a cluster takes equal shares: with one consumer,
-// where NT columns are all, of bytes, else of units; sums that clusters share are those of split_sum.cuh.
+// W is walked through once for every NT columns of y. Of all these units a cluster takes equal shares: with one
+// consumer, where NT columns are all, of bytes, else of units; sums that clusters share are those of split_sum.cuh.
 //
 // Words and offsets are read before earlier kernels of the stream have ended: they must not be what a kernel writes
 // that may still be running. A block's first words are on their way to the L2 cache before their offsets are known. A
