@@ -3,7 +3,8 @@
 //
 // Two blocks on neighbouring multiprocessors, a cluster, walk through units of W: two tiles of 128 rows and 128
 // columns, one below the other, one for each block. Both need the same part of x: each copies half of it, to both of
-// them, so that x comes from the L2 cache once for 256 rows of W. A block's warps have roles and hand over by mbarriers:
+// them, so that x comes from the L2 cache once for 256 rows of W. A block's warps have roles and hand over by
+// mbarriers:
 //
 //   words      a tile in global memory --bulk copy--> a slot in shared memory
 //   x          64 columns of x, half of the rows --TMA, multicast--> the same slot of both blocks
