@@ -105,6 +105,16 @@ def test_a_config_costs_no_more_than_what_is_stored(checkpoint_of, tmp_path, con
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("chosen", [0, -1, 99])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_a_router_chooses_no_more_experts_than_there_are(checkpoint_of, tmp_path, family, chosen):
+    source = changed(checkpoint_of(family), tmp_path / "source", {"num_experts_per_tok": chosen})
+    with pytest.raises(UsageError, match=f"choose {chosen} of"):
+        tilepress.compress(source, tmp_path / "out", Prune(0.5))
+    with pytest.raises(TilepressError, match=f"choose {chosen} of"):
+        tilepress.load(source)
+
+
 @pytest.mark.parametrize("method", [{}, [], 7, True], ids=str)
 def test_a_quantizer_without_a_name_is_refused(checkpoint_of, tmp_path, method):
     source = changed(checkpoint_of("llama"), tmp_path / "source", {"quantization_config": {"quant_method": method}})

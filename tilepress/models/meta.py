@@ -72,6 +72,7 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
     model = build_meta_model(checkpoint, trust_remote_code)
+    _check_routers(model, checkpoint)
     _check_generation(checkpoint)
     stored = {
         name: torch.empty(_shape(checkpoint, weight), dtype=_dtype(checkpoint, weight), device="meta")
@@ -98,6 +99,16 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
         if names:
             first = ", ".join(sorted(names)[:3])[:300] + (" …" if len(names) > 3 else "")
             raise UsageError(f"{len(names)} {what} tensors in {checkpoint.name}: {first}", _NOT_TOGETHER)
+
+
+def _check_routers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a router that is to choose more experts than there are: no tensor's shape tells it."""
+    for name, module in model.named_modules():
+        chosen, experts = (getattr(module, key, None) for key in ("top_k", "num_experts"))
+        if isinstance(chosen, int) and isinstance(experts, int) and not 0 < chosen <= experts:
+            raise UsageError(
+                f"config.json of {checkpoint.name} has {name} choose {chosen} of {experts} experts", _NOT_TOGETHER
+            )
 
 
 def _check_generation(checkpoint: Checkpoint) -> None:
