@@ -1,4 +1,4 @@
-"""Every kernel in its smallest cases, each form and each size of block once, against its op's reference on the CPU.
+"""Every kernel in its smallest cases, in the forms and sizes of block that differ, against its op's reference on the CPU.
 
 This is what `make sanitize` runs under NVIDIA's checkers: the other tests look for wrong results, these are few enough for a tool that makes kernels a
 hundred times slower. Weights and pages are ragged, and small enough that blocks share what they add up.

@@ -105,6 +105,20 @@ def test_a_config_costs_no_more_than_what_is_stored(checkpoint_of, tmp_path, con
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("kind", [None, {"quant_method": "compressed-tensors"}], ids=str)
+def test_packed_weights_without_a_word_of_it_in_the_config_are_refused(tiny, tmp_path, kind):
+    prune(tiny, tmp_path / "pruned")
+    source = changed(tmp_path / "pruned", tmp_path / "source", {"quantization_config": kind} if kind else {})
+    if kind is None:
+        config = json.loads((source / "config.json").read_text())
+        del config["quantization_config"]
+        (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="is packed, and config.json has no quantization_config"):
+        tilepress.compress(source, tmp_path / "out", KVCache(group_size=32), dataset=few_words(2, 32))
+    with pytest.raises(TilepressError, match="is packed, and config.json"):
+        tilepress.load(source)
+
+
 @pytest.mark.parametrize("chosen", [0, -1, 99])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_a_router_chooses_no_more_experts_than_there_are(checkpoint_of, tmp_path, family, chosen):

@@ -71,6 +71,12 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     known = str(config.get("model_type")) in CONFIG_MAPPING or (trust_remote_code and "auto_map" in config)
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
+    packed = next((weight.name for weight in checkpoint.weights.values() if weight.stored_as.sparse), None)
+    if packed is not None and method != "tilepress":
+        raise UsageError(
+            f"{packed} of {checkpoint.name} is packed, and config.json has no quantization_config that says so",
+            "take config.json from where the artifact was made",
+        )
     model = build_meta_model(checkpoint, trust_remote_code)
     _check_routers(model, checkpoint)
     _check_generation(checkpoint)
