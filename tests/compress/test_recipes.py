@@ -95,8 +95,8 @@ LAUGHS = f"model:\n  a: &a [{', '.join('x' * 9)}]\n" + "".join(
         ("a: &a [x, x]\nb: &b [*a, *a]\nsteps: [*b]", "no recipe"),
         ("model: 2001-13-01\nsteps: []", "no YAML .month must be"),
         ("model: 0x" + "f" * 5000 + "\nsteps: []", "a number of 20000 bits"),
-        ("steps: &s\n- command: *s", "aliases that stand for more"),
-        (LAUGHS + "steps:\n- command: *i", "aliases that stand for more"),
+        ("steps: &s\n- command: *s", "aliases that stand for much more"),
+        (LAUGHS + "steps:\n- command: *i", "aliases that stand for much more"),
     ],
 )
 def test_what_is_no_recipe_is_told_in_two_lines(tiny, tmp_path, cli, content, message):
