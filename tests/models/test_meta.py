@@ -105,6 +105,16 @@ def test_a_config_costs_no_more_than_what_is_stored(checkpoint_of, tmp_path, con
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("kind", [None, 7, ["llama"]], ids=str)
+def test_no_model_type_is_no_unknown_architecture(tiny, tmp_path, kind):
+    """Which `convert` unpacks without a look."""
+    prune(tiny, tmp_path / "pruned")
+    source = changed(tmp_path / "pruned", tmp_path / "source", {"model_type": kind})
+    with pytest.raises(UsageError, match="names no model_type"):
+        tilepress.compress(source, tmp_path / "out", Convert("dense"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", [None, {"quant_method": "compressed-tensors"}], ids=str)
 def test_packed_weights_without_a_word_of_it_in_the_config_are_refused(tiny, tmp_path, kind):
     prune(tiny, tmp_path / "pruned")

@@ -68,7 +68,10 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     config, method = checkpoint.config, checkpoint.config.get("quantization_config", {}).get("quant_method")
     if not isinstance(method, str | None):
         raise UsageError(f"config.json of {checkpoint.name} names no quantizer: {str(method)[:80]}", _NOT_TOGETHER)
-    known = str(config.get("model_type")) in CONFIG_MAPPING or (trust_remote_code and "auto_map" in config)
+    own_code = trust_remote_code and "auto_map" in config
+    if not own_code and not isinstance(config.get("model_type"), str):
+        raise UsageError(f"config.json of {checkpoint.name} names no model_type", _NOT_TOGETHER)
+    known = own_code or config["model_type"] in CONFIG_MAPPING
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
     packed = next((weight.name for weight in checkpoint.weights.values() if weight.stored_as.sparse), None)
