@@ -14,6 +14,7 @@ The first cases are sound, and must succeed.
 import argparse
 import collections
 import contextlib
+import io
 import json
 import math
 import os
@@ -277,6 +278,29 @@ def bad_text(rng: random.Random, folder: Path) -> str:
     return str(path)
 
 
+def bad_recipe(rng: random.Random, path: Path) -> str:
+    """Change a recipe, which is JSON and so YAML; or make it what only YAML has."""
+    if rng.random() < 0.6:
+        return spoil_json(rng, path)
+    laughs = "model:\n  a: &a [x, x, x, x, x, x, x, x, x]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        laughs += f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    odd = {
+        "aliases": laughs + "steps:\n- {command: *i}\n",
+        "itself": "steps: &s\n- {command: *s}\n",
+        "no day": "model: 2001-13-01\nsteps: []\n",
+        "a call": "model: !!python/object/apply:os.getcwd []\nsteps: []\n",
+        "keys": "? [a, b]\n: c\nsteps: []\n",
+        "large": "steps:\n" + "- {command: prune, sparsity: 0.5}\n" * 20_000,
+        "deep": "[" * 20_000,
+        "controls": 'model: "\\e[2J\\n"\nsteps:\n- {command: "\\e[31m"}\n',
+        "digits": "steps:\n- {command: prune, sparsity: 0x" + "f" * 5000 + "}\n",
+    }
+    way = rng.choice(list(odd))
+    path.write_text(odd[way])
+    return f"{path.name}: {way}"
+
+
 def bad_flags(rng: random.Random, words: list[str]) -> list[str]:
     """Give one flag an odd value."""
     from typer.main import get_command
@@ -323,11 +347,12 @@ def bad_output(rng: random.Random, folder: Path, source: Path) -> str:
         "a loop": lambda: (folder / "out").symlink_to("out"),
         "dangling": lambda: (folder / "out").symlink_to("nowhere"),
     }
-    way = rng.choice([*ways, "source", "device", "long", "odd", "above"])
+    way = rng.choice([*ways, "source", "device", "long", "odd", "above", "store"])
     if way in ways:
         ways[way]()
         return str(folder / ("file/out" if way == "below a file" else "out"))
-    return {"source": str(source), "device": "/dev/full", "long": "o" * 300, "odd": "a\nb\x1b[31m", "above": ".."}[way]
+    places = {"source": str(source), "device": "/dev/full", "long": "o" * 300, "odd": "a\nb\x1b[31m", "above": ".."}
+    return (places | {"store": f"{STORE}/out"})[way]
 
 
 # Commands, and what they are given.
@@ -345,6 +370,12 @@ MAKING = [
     "compress kv MODEL -o OUT --group-size 32 --dataset self --nsamples 2 --seqlen 32",
     "compress kv MODEL -o OUT --bits auto --budget 6.1 --dataset TEXT --nsamples 4 --seqlen 64",
     "compress recover MODEL -o OUT --base BASE --steps 1 --batch 1 --dataset TEXT --seqlen 32",
+    "compress prune MODEL -o OUT --sparsity 0.5 --method admm --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress quantize MODEL -o OUT --head int8 --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress quantize MODEL -o OUT --activations none",
+    "compress kv MODEL -o OUT --group-size 32 --fold-values --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress kv MODEL -o OUT --bits auto --alike --budget 6.1 --dataset TEXT --nsamples 4 --seqlen 64",
+    "compress stack MODEL -o OUT --recipe RECIPE",
     "convert MODEL -o OUT --to dense",
     "convert MODEL -o OUT --to tiled-bitmap",
 ]
@@ -358,12 +389,23 @@ READING = [
     "eval tasks MODEL --dataset ROWS --limit 2",
     "eval speed MODEL --batch 1 --context 16 --new-tokens 2 --runs 1",
     "load MODEL",  # tilepress.load, and a few tokens
+    "inspect MODEL --recipe",
+    "generate MODEL Hello --new-tokens 4",
+    "chat MODEL --new-tokens 4",
+    "compare BASE MODEL --prompt Hello --new-tokens 4",
+    "report MODEL RESULT -o PAGE",
+    "models",
 ]
-SOUND = [
-    (form, "csl" if "convert" in form or "recover" in form or "verify" in form else "llama")
-    for form in MAKING + READING
-]
-MODELS = ["llama", "sharded", "gpt2", "mixtral", "csl", "bitmap", "int8", "exceptions", "kv", "mixed-kv"]
+OF_ARTIFACTS = ("convert", "recover", "verify", "inspect MODEL --recipe", "report")
+SOUND = [(form, "csl" if form.startswith(OF_ARTIFACTS) or "recover" in form else "llama") for form in MAKING + READING]
+ARTIFACTS = ["csl", "bitmap", "int8", "exceptions", "kv", "mixed-kv", "folded", "head", "words", "sparse-words"]
+MODELS = ["llama", "sharded", "gpt2", "mixtral", "chat", *ARTIFACTS]
+STORE = "s3://bucket"  # refused: the package for stores is not installed where this runs
+RECIPE = {
+    "model": "model",
+    "steps": [{"command": "prune", "sparsity": 0.6}, {"command": "quantize", "activations": "none"}],
+}
+SAID = "Hello\n/clear\nHello again\n"  # to a chat
 
 
 def build_models(folder: Path) -> None:
@@ -388,9 +430,17 @@ def build_models(folder: Path) -> None:
         ("exceptions", tilepress.Quantize(activations="tensor", dynamic=0.5)),
         ("kv", tilepress.KVCache(group_size=32)),
         ("mixed-kv", tilepress.KVCache("auto", budget=6.1)),
+        ("folded", tilepress.KVCache(group_size=32, fold_values=True)),
+        ("head", tilepress.Quantize(head="int8")),
+        ("words", tilepress.Quantize(activations="none")),
     ):
-        text = few_words(2, 32) if name in ("exceptions", "kv", "mixed-kv") else None
+        text = few_words(2, 32) if name in ("exceptions", "kv", "mixed-kv", "folded") else None
         run_recipe(recipe, folder / "llama", folder / name, text=text)
+    run_recipe(tilepress.Quantize(activations="none"), folder / "bitmap", folder / "sparse-words")
+    shutil.copytree(folder / "llama", folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
 
 
 def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, list[str], Path | None]:
@@ -398,42 +448,50 @@ def make_case(seed: int, number: int, models: Path, folder: Path) -> tuple[str, 
     if number < len(SOUND):
         form, name = SOUND[number]
         shutil.copytree(models / name, folder / "model")
-        text, rows = (str(models / name) for name in ("text.jsonl", "rows.jsonl"))
-        return f"sound: {form}", *_placed(form, folder, models / "llama", text, rows, str(folder / "out"))
-    rng, rows = random.Random(f"{seed}-{number}"), str(models / "rows.jsonl")
+        return f"sound: {form}", *_placed(form, folder, models, {})
+    rng = random.Random(f"{seed}-{number}")
     form = rng.choice(MAKING if rng.random() < 0.6 else READING)
-    kind = rng.choices(["model", "text", "flags", "output", "base", "twice"], [60, 10, 14, 4, 6, 6])[0]
+    kinds = ["model", "text", "flags", "output", "base", "twice", "store"]
+    # A recipe and figures are what their commands read first.
+    kind = rng.choices(kinds, [60, 60 if "RECIPE" in form or "RESULT" in form else 10, 14, 4, 6, 6, 2])[0]
     name = rng.choice(MODELS)
-    if "convert" in form or "verify" in form or "recover" in form:
-        name = rng.choice(["csl", "bitmap", "int8", "exceptions", "kv", "mixed-kv", name])
-    source, base = folder / "model", models / "llama"
+    if form.startswith(OF_ARTIFACTS) or "recover" in form:
+        name = rng.choice([*ARTIFACTS, name])
+    source, told, places = folder / "model", name, {}
     shutil.copytree(models / name, source)
-    text, output, told = str(models / "text.jsonl"), str(folder / "out"), name
     if kind in ("model", "twice"):
         for _ in range(1 if kind == "model" else 2):
             told += " " + spoil_model(rng, source)
     elif kind == "base" and "BASE" in form:
-        base = folder / "base"
-        shutil.copytree(models / "llama", base)
-        told += " base " + spoil_model(rng, base)
+        places["BASE"] = shutil.copytree(models / "llama", folder / "base")
+        told += " base " + spoil_model(rng, places["BASE"])
     elif kind == "text" and "TEXT" in form:
-        text = bad_text(rng, folder)
-        told += f" text {text[-40:]!r}"
-    elif kind == "text" and "ROWS" in form:
-        rows = str(shutil.copy(rows, folder))
-        told += f" rows {spoil_json(rng, Path(rows))}"
+        places["TEXT"] = bad_text(rng, folder)
+        told += f" text {places['TEXT'][-40:]!r}"
+    elif kind == "text" and (read := next((word for word in form.split() if word in FILES), None)):
+        places[read] = shutil.copy(models / FILES[read], folder)
+        told += f" {(bad_recipe if read == 'RECIPE' else spoil_json)(rng, Path(places[read]))}"
     elif kind == "output" and "OUT" in form:
-        output = bad_output(rng, folder, source)
-        told += f" output {output[-40:]!r}"
-    words, place = _placed(form, folder, base, text, rows, output)
+        places["OUT"] = bad_output(rng, folder, source)
+        told += f" output {places['OUT'][-40:]!r}"
+    elif kind == "store" and "MODEL" in form:
+        places["MODEL"] = f"{STORE}/model"
+        told += " in a store"
+    words, place = _placed(form, folder, models, places)
     if told == name:
         words, told = bad_flags(rng, words), told + " flags"
     return f"{form.split(' MODEL')[0]}: {told}", words, place
 
 
-def _placed(form: str, folder: Path, base: Path, text: str, rows: str, output: str) -> tuple[list[str], Path | None]:
-    places = {"MODEL": str(folder / "model"), "BASE": str(base), "OUT": output, "TEXT": text, "ROWS": rows}
-    return [places.get(word, word) for word in form.split()], Path(output) if "OUT" in form else None
+FILES = {"ROWS": "rows.jsonl", "RECIPE": "recipe.yaml", "RESULT": "result.json"}  # that commands read
+
+
+def _placed(form: str, folder: Path, models: Path, places: dict) -> tuple[list[str], Path | None]:
+    """Return a form with its places, those that are given and sound ones, and the folder that it may write."""
+    sound = {"MODEL": folder / "model", "BASE": models / "llama", "OUT": folder / "out", "PAGE": folder / "page.html"}
+    sound |= {word: models / name for word, name in (FILES | {"TEXT": "text.jsonl"}).items()}
+    given = {word: str(place) for word, place in (sound | places).items()}
+    return [given.get(word, word) for word in form.split()], Path(given["OUT"]) if "OUT" in form else None
 
 
 # Running.
@@ -478,10 +536,11 @@ def run_case(seed: int, number: int, models: Path, work: Path) -> Result:
     kind, words, output = make_case(seed, number, models, folder)
     stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     ran, before, peak = time.monotonic(), anonymous("self"), 0
+    (folder / "stdin").write_text(SAID)
     pid = os.fork()
     if not pid:
-        for place, name in enumerate((os.devnull, str(folder / "stdout"), str(folder / "stderr"))):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), place)
+        for place, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT), place)
         os.chdir(folder)
         os.setsid()
         code = 99
@@ -560,15 +619,10 @@ def warm_up(models: Path, folder: Path) -> None:
 
     quiet_libraries()
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for number, (form, name) in enumerate(SOUND):
-        places = {
-            "MODEL": models / name,
-            "BASE": models / "llama",
-            "OUT": folder / str(number),
-            "TEXT": models / "text.jsonl",
-            "ROWS": models / "rows.jsonl",
-        }
-        words = [str(places.get(word, word)) for word in form.split()]
+        words, _ = _placed(form, folder, models, {"MODEL": models / name, "OUT": folder / str(number)})
+        sys.stdin = io.StringIO(SAID)
         if words[0] != "load":
             with (
                 open(os.devnull, "w") as nowhere,
@@ -595,12 +649,18 @@ def main() -> None:
         "TILEPRESS_CACHE": str(args.work / "cache"),
     }  # before torch is imported
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+    import tilepress
+
     models, results = args.work / "models", args.work / "results.jsonl"
     if not models.exists():
         build_models(models)
         line = json.dumps({"text": "Some words and more of them, in sentences of their own. " * 20})
         (models / "text.jsonl").write_text("\n".join([line] * 6))  # which a flag may have scored whole
         (models / "rows.jsonl").write_text('{"query": "a b", "choices": ["c", "d e"], "gold": 1}\n')
+        (models / "recipe.yaml").write_text(json.dumps(RECIPE))
+        asked = {"dataset": models / "text.jsonl", "seqlen": 32, "limit": 2}
+        found = tilepress.perplexity(models / "csl", base=models / "llama", **asked).to_json()
+        (models / "result.json").write_text(json.dumps(found))
     warm_up(models, args.work / "warm")
     if args.only is not None:
         print(json.dumps(asdict(run_case(args.seed, args.only, models, args.work)), indent=1))

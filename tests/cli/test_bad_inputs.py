@@ -57,8 +57,11 @@ def test_a_case_is_the_same_every_time(tmp_path):
     models = tmp_path / "models"
     for name in bad_inputs.MODELS:
         shutil.copytree(demo.MODEL, models / name)
+    for name in bad_inputs.FILES.values():
+        (models / name).write_text(json.dumps(bad_inputs.RECIPE))
+    numbers = range(len(bad_inputs.SOUND), len(bad_inputs.SOUND) + 4)
     cases = [
-        [bad_inputs.make_case(3, number, models, tmp_path / f"{run}-{number}") for number in (30, 31)] for run in "ab"
+        [bad_inputs.make_case(3, number, models, tmp_path / f"{run}-{number}") for number in numbers] for run in "ab"
     ]
     assert [kind for kind, _, _ in cases[0]] == [kind for kind, _, _ in cases[1]]
 

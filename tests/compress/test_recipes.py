@@ -11,6 +11,7 @@ from support.interruption import digest
 import tilepress
 from tilepress import Convert, KVCache, Observer, Prune, Quantize, Recover, Text, UsageError, demo
 from tilepress.compress.recipes import of_manifest
+from tilepress.formats import patterns
 
 TEXT = few_words(4, 64)
 WHOLE = Text(str(demo.TEXT), seqlen=64)
@@ -94,8 +95,8 @@ LAUGHS = f"model:\n  a: &a [{', '.join('x' * 9)}]\n" + "".join(
         ("a: &a [x, x]\nb: &b [*a, *a]\nsteps: [*b]", "no recipe"),
         ("model: 2001-13-01\nsteps: []", "no YAML .month must be"),
         ("model: 0x" + "f" * 5000 + "\nsteps: []", "a number of 20000 bits"),
-        ("steps: &s\n- command: *s", "aliases that stand for more"),
-        (LAUGHS + "steps:\n- command: *i", "aliases that stand for more"),
+        ("steps: &s\n- command: *s", "aliases that stand for much more"),
+        (LAUGHS + "steps:\n- command: *i", "aliases that stand for much more"),
     ],
 )
 def test_what_is_no_recipe_is_told_in_two_lines(tiny, tmp_path, cli, content, message):
@@ -105,6 +106,13 @@ def test_what_is_no_recipe_is_told_in_two_lines(tiny, tmp_path, cli, content, me
     assert raised.value.hint
     ran = cli("compress", "stack", tiny, "-o", tmp_path / "out", "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 2 and ran.err.count("\n") == 2 and not (tmp_path / "out").exists()
+
+
+def test_a_recipe_whose_pattern_matches_for_years_is_stopped(tiny, tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(patterns, "MOST_S", 0.5)
+    (tmp_path / "recipe.yaml").write_text("steps:\n- {command: prune, sparsity: 0.5, ignore: ['re:([a-z._0-9]+)+!']}\n")
+    ran = cli("compress", "stack", tiny, "-o", tmp_path / "out", "--recipe", tmp_path / "recipe.yaml")
+    assert ran.code == 2 and "take more than 5 s to match" in ran.err and not (tmp_path / "out").exists()
 
 
 def test_folders_without_a_manifest_have_no_recipe(tiny, tmp_path, cli):

@@ -174,6 +174,7 @@ def test_what_is_no_artifact(tiny, tmp_path, cli):
         (lambda m: m["settings"].update(sparsity="most"), "a step in its source"),
         (lambda m: m["settings"].update(sparsity=10**400), "a step in its source"),
         (lambda m: m["settings"].pop("method"), "a step in its source"),
+        (lambda m: m["source"].update(recipe=[7]), "a step in its source"),
         (lambda m: m.update(format_version=99), "format version 99"),
     ],
 )

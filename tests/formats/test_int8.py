@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilepress.formats import TilepressError, int8, int8_rules
+from tilepress.formats import TilepressError, int8, patterns
 from tilepress.formats.int8 import ACTIVATIONS, Int8Scheme, scheme_of
 from tilepress.formats.int8_rules import vllm_findings
 from tilepress.models.families import ONE_PRODUCT
@@ -346,7 +346,7 @@ def test_vllm_rules_of_the_config(change, message):
 
 
 def test_a_pattern_that_matches_for_years_is_stopped(monkeypatch):
-    monkeypatch.setattr(int8_rules, "_MATCHING_S", 0.3)
+    monkeypatch.setattr(patterns, "MOST_S", 0.3)
     config, *rest = artifact()
     findings, _ = vllm_findings(config | {"ignore": ["re:((((.*)*)*)*)*!"]}, *rest)
     assert "takes too long" in findings[-1]

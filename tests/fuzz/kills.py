@@ -38,6 +38,11 @@ RUNS = {  # what is run, and how
     "kv": (KVCache(), {"dataset": few_words(2, 32)}),
     "prune, then quantize": ([Prune(0.6), Quantize()], {}),
     WORKERS: (Prune(0.6), {"workers": 2}),
+    "prune by ADMM": (Prune(0.6, method="admm"), {"dataset": few_words(2, 32)}),
+    "quantize, the head too": (Quantize(head="int8"), {"dataset": few_words(2, 32)}),
+    "prune, then INT8 bitmaps": ([Prune(0.6), Quantize(activations="none")], {}),
+    "kv, values folded": (KVCache(fold_values=True), {"dataset": few_words(2, 32)}),
+    "kv, forms by layer": (KVCache("auto", budget=6.5), {"dataset": few_words(2, 32)}),
 }
 
 
@@ -74,11 +79,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further round after so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
     asked = parser.parse_args()
     rng, began, work = random.Random(asked.seed), time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
     source = build(work / "source", "llama", torch.bfloat16, "200KB", {})
     # Processes that start anew cost as much as ten of the other runs: they come once in four times.
-    names = list(RUNS) + 3 * [name for name in RUNS if name != WORKERS]
+    names = asked.runs + 3 * [name for name in asked.runs if name != WORKERS]
     whole, seconds, kills, rounds, wrong = {}, {}, {}, {}, []
     while sum(kills.values()) < asked.kills and time.monotonic() - began < asked.seconds:
         name = names[sum(rounds.values()) % len(names)]

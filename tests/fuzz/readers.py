@@ -34,6 +34,7 @@ from tilepress.formats.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
     MAX_DIMENSIONS,
+    MAX_SIZE,
     Checkpoint,
     read_header,
     read_json,
@@ -177,10 +178,10 @@ def _look_at_rules(path: Path) -> bool:
         sound = isinstance(config, dict) and all(kind in DTYPES for kind, _ in tensors.values())
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
-    if not sound or any(len(shape) > MAX_DIMENSIONS for _, shape in tensors.values()):
+    if not sound or len(elements) < len(tensors) or max(elements, default=0) > 1 << 16:
         return False
-    if len(elements) < len(tensors) or max(elements, default=0) > 1 << 16:
-        return False
+    if any(len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= MAX_SIZE for _, shape in tensors.values()):
+        return False  # no header that is read has it
 
     def value(name: str) -> torch.Tensor:
         kind, shape = tensors[name]

@@ -19,7 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MOST_S = 20  # of a processor, for one input
-PIECE_S = 40  # of a process: atheris keeps tensors that are compared, 50 KB for each input of tiled-bitmap
+# Seconds of a process, where many would take too much memory: atheris keeps tensors that are compared, 50 KB for an input.
+PIECES_S = {"tiled-bitmap": 20, "tiled-csl": 100}
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 
@@ -43,10 +44,11 @@ def main() -> None:
     asked = parser.parse_args()
     if len(asked.readers) == 1:
         corpus = asked.corpus or Path(tempfile.mkdtemp(prefix="fuzz-"))
-        if asked.seconds <= PIECE_S:
+        piece_s = PIECES_S.get(asked.readers[0], asked.seconds)
+        if asked.seconds <= piece_s:
             fuzz(asked.readers[0], asked.seconds, corpus)
-        for begin in range(0, asked.seconds, PIECE_S):
-            piece = "--seconds", str(min(PIECE_S, asked.seconds - begin)), "--corpus", str(corpus)
+        for begin in range(0, asked.seconds, piece_s):
+            piece = "--seconds", str(min(piece_s, asked.seconds - begin)), "--corpus", str(corpus)
             if code := subprocess.run([sys.executable, __file__, *asked.readers, *piece]).returncode:
                 sys.exit(code)
         return

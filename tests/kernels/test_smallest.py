@@ -1,4 +1,4 @@
-"""Every kernel in its smallest cases, each form and each size of block once, against its op's reference on the CPU.
+"""Every kernel in its smallest cases, in the forms and sizes of block that differ, against its op's reference on the CPU.
 
 This is what `make sanitize` runs under NVIDIA's checkers: the other tests look for wrong results, these are few enough for a tool that makes kernels a
 hundred times slower. Weights and pages are ragged, and small enough that blocks share what they add up.
@@ -28,6 +28,7 @@ from tilepress.kernels import (  # noqa: F401
     read_bandwidth,
     rope_append,
     tiled_bitmap_spmm,
+    tiled_csl_mma,
     tiled_csl_spmm,
     w8a8_gemm,
     w8a16_gemm,
@@ -106,7 +107,7 @@ def of_sparse() -> Iterator[tuple[str, Smallest]]:
     for sparsity in (0.0, 0.5, 0.7, 0.95):
         yield f"{sparsity} zeros", Smallest("tiled_csl_spmm", "tiled_csl_spmm", partial(csl, 8, sparsity))
     yield "two passes", Smallest("tiled_csl_spmm", "tiled_csl_spmm", partial(csl, 300, 0.5))
-    for n in tiled_csl_spmm.MMA_BLOCKS:
+    for n in tiled_csl_mma.BLOCKS:
         yield f"{n} columns", Smallest("tiled_csl_mma", "tiled_csl_spmm", partial(csl, n - 3, 0.8), older=True)
     for sparsity in (0.5, 0.95):
         call = partial(csl_decode, sparsity)
@@ -114,6 +115,7 @@ def of_sparse() -> Iterator[tuple[str, Smallest]]:
     for columns in tiled_bitmap_spmm.COLUMNS:
         call = partial(bitmap, columns - 3)
         yield f"{columns} columns", Smallest("tiled_bitmap_spmm", "tiled_bitmap_spmm", call)
+        yield f"{columns} columns", Smallest("tiled_bitmap_mma", "tiled_bitmap_spmm", call, older=True)
     wide = (
         (tiled_bitmap_spmm, "_WIDE_TILES", 0),
         (tiled_bitmap_spmm, "_planned", tiled_bitmap_spmm._planned.__wrapped__),
@@ -122,8 +124,11 @@ def of_sparse() -> Iterator[tuple[str, Smallest]]:
         name = f"{'int8' if int8 else 'bfloat16'} in groups of {group}"
         call = partial(bitmap, 5, int8, group)
         yield name, Smallest("tiled_bitmap_spmm", "tiled_bitmap_spmm", call)
-        call = partial(bitmap, 300, int8, group)
+        yield f"{name}, older", Smallest("tiled_bitmap_mma", "tiled_bitmap_spmm", call, older=True)
+        call = partial(bitmap, 100, int8, group)
         yield f"{name}, pairs", Smallest("tiled_bitmap_spmm", "tiled_bitmap_spmm", call, changes=wide)
+        call = partial(bitmap, 300, int8, group)
+        yield name, Smallest("tiled_bitmap_prefill", "tiled_bitmap_spmm", call)
         call = partial(bitmap_decode, int8, group)
         yield name, Smallest("tiled_bitmap_decode", "tiled_bitmap_decode", call)
 

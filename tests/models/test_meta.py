@@ -105,6 +105,40 @@ def test_a_config_costs_no_more_than_what_is_stored(checkpoint_of, tmp_path, con
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("kind", [None, 7, ["llama"]], ids=str)
+def test_no_model_type_is_no_unknown_architecture(tiny, tmp_path, kind):
+    """Which `convert` unpacks without a look."""
+    prune(tiny, tmp_path / "pruned")
+    source = changed(tmp_path / "pruned", tmp_path / "source", {"model_type": kind})
+    with pytest.raises(UsageError, match="names no model_type"):
+        tilepress.compress(source, tmp_path / "out", Convert("dense"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [None, {"quant_method": "compressed-tensors"}], ids=str)
+def test_packed_weights_without_a_word_of_it_in_the_config_are_refused(tiny, tmp_path, kind):
+    prune(tiny, tmp_path / "pruned")
+    source = changed(tmp_path / "pruned", tmp_path / "source", {"quantization_config": kind} if kind else {})
+    if kind is None:
+        config = json.loads((source / "config.json").read_text())
+        del config["quantization_config"]
+        (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="is packed, and config.json has no quantization_config"):
+        tilepress.compress(source, tmp_path / "out", KVCache(group_size=32), dataset=few_words(2, 32))
+    with pytest.raises(TilepressError, match="is packed, and config.json"):
+        tilepress.load(source)
+
+
+@pytest.mark.parametrize("chosen", [0, -1, 99])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_a_router_chooses_no_more_experts_than_there_are(checkpoint_of, tmp_path, family, chosen):
+    source = changed(checkpoint_of(family), tmp_path / "source", {"num_experts_per_tok": chosen})
+    with pytest.raises(UsageError, match=f"choose {chosen} of"):
+        tilepress.compress(source, tmp_path / "out", Prune(0.5))
+    with pytest.raises(TilepressError, match=f"choose {chosen} of"):
+        tilepress.load(source)
+
+
 @pytest.mark.parametrize("method", [{}, [], 7, True], ids=str)
 def test_a_quantizer_without_a_name_is_refused(checkpoint_of, tmp_path, method):
     source = changed(checkpoint_of("llama"), tmp_path / "source", {"quantization_config": {"quant_method": method}})

@@ -38,7 +38,8 @@ def disk_errors(path: Path):
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise TilepressError(
-                f"the disk is full: cannot write {path}", "free some space, then run the same command with --resume"
+                f"the disk is full: cannot write {path}",
+                "free some space, then run the same command again; one that makes an artifact with --resume",
             ) from error
         raise TilepressError(
             f"cannot write {path}: {error.strerror or error}", "check the folder and its permissions"

@@ -51,7 +51,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 1 << 25
 _MAX_TENSORS = 1 << 17  # of a shard: the largest models have as many in all of theirs
 MAX_DIMENSIONS = 8
-_MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
+MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
 _READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
 
 
@@ -142,7 +142,7 @@ def read_header(path: Path, whole: int | None = None) -> dict[str, TensorEntry]:
         try:
             dtype, shape, (begin, end) = DTYPES[info["dtype"]], tuple(info["shape"]), info["data_offsets"]
             numbers = [*shape, begin, end]
-            if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < _MAX_SIZE for n in numbers):
+            if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < MAX_SIZE for n in numbers):
                 raise ValueError
             if not name.isprintable():  # it would steer terminals and break lines; a lone surrogate has no bytes
                 raise ValueError

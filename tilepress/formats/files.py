@@ -9,9 +9,7 @@ from tilepress.formats import TilepressError, UsageError, first_line
 REPAIR_HINT = "download or write the checkpoint again; `tilepress verify DIR` lists every finding"
 _MAX_JSON_BYTES = 1 << 26
 _MAX_YAML_CHARACTERS = 1 << 20
-_MAX_YAML_WRITTEN_OUT = (
-    1 << 22
-)  # characters and values: a few lines of aliases can stand for more than any memory holds
+_YAML_WRITTEN_OUT = 16  # times the characters: a few lines of aliases can stand for more than any memory holds
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, as JSON may write it
 
 
@@ -59,15 +57,16 @@ def read_yaml(text: str) -> object:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(first_line(error)) from error
-    left, written_out = [found], 0
+    left, written_out, most = [found], 0, _YAML_WRITTEN_OUT * len(text) + 4096
     while left:
         value = left.pop()
         if isinstance(value, int) and abs(value) >= 1 << 64:  # which Python may refuse to print
             raise ValueError(f"a number of {value.bit_length()} bits")
         written_out += 1 + (len(value) if isinstance(value, (str, bytes)) else 0)
-        left += (
-            (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
-        )
-        if written_out + len(left) > _MAX_YAML_WRITTEN_OUT:
-            raise ValueError("aliases that stand for more than a file can hold")
+        if isinstance(value, dict):
+            left += (*value, *value.values())
+        elif isinstance(value, (list, set)):
+            left += value
+        if written_out + len(left) > most:
+            raise ValueError("aliases that stand for much more than is written")
     return found

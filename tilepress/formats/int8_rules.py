@@ -5,28 +5,18 @@ What it would refuse or misread is a finding, what it has no kernel for a note. 
 """
 
 import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 
 from torch import Tensor
 
 from tilepress.formats import TilepressError
 from tilepress.formats.int8 import HEAD, PACKED_FORMAT, Int8Scheme, part_names, scheme_of
+from tilepress.formats.patterns import matched
 
 _ARGUMENTS = {  # of weights and input_activations that compressed-tensors 0.9.4 knows; it refuses others
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure"),
     *("dynamic", "actorder", "observer", "observer_kwargs"),
 }
-
-_MATCHING_S = 5  # for all patterns of a config
-_MATCH = """
-import json, re, sys
-patterns, names = json.load(sys.stdin)
-patterns = [re.compile(pattern) for pattern in patterns]
-json.dump([name for name in names if any(pattern.match(name) for pattern in patterns)], sys.stdout)
-"""
 
 
 def vllm_findings(
@@ -83,9 +73,11 @@ def vllm_findings(
     patterns = config.get("ignore") or []
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         return [*findings, "`ignore` is no list of names and patterns"], notes
-    ignored = _matched(patterns, float_layers | quantized)
-    if ignored is None:
+    layers = float_layers | quantized
+    found = matched((pattern[3:] for pattern in patterns if pattern.startswith("re:")), layers)
+    if found is None:
         return [*findings, "`ignore` has a pattern that is none, or that takes too long to match"], notes
+    ignored = (layers & set(patterns)).union(*found.values())
     findings += [
         f"{path} is float but not in `ignore`: loaders would wait for its scale, or compute with none"
         for path in sorted(float_layers)
@@ -103,22 +95,6 @@ def vllm_findings(
             elif len(some) > 1 and scheme.of(some[0]).static and not _same_input(some, value, tensors):
                 findings.append(f"{', '.join(some)} are one GEMM, but their input scales differ")
     return findings, notes
-
-
-def _matched(patterns: list[str], names: set[str]) -> set[str] | None:
-    """Return the names that names or patterns match; None where a pattern is none, or takes more than a few seconds.
-
-    Python cannot stop a match, and a pattern of a few characters may take years. So a process of its own does it."""
-    found = names & set(patterns)
-    expressions = [pattern.removeprefix("re:") for pattern in patterns if pattern.startswith("re:")]
-    if not expressions:
-        return found
-    words, asked = [sys.executable, "-I", "-S", "-c", _MATCH], json.dumps([expressions, sorted(names)])
-    try:
-        ran = subprocess.run(words, input=asked, capture_output=True, text=True, timeout=_MATCHING_S, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return None
-    return found | set(json.loads(ran.stdout))
 
 
 def _firsts(path: str) -> tuple[str, str]:

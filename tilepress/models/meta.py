@@ -68,10 +68,20 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
     config, method = checkpoint.config, checkpoint.config.get("quantization_config", {}).get("quant_method")
     if not isinstance(method, str | None):
         raise UsageError(f"config.json of {checkpoint.name} names no quantizer: {str(method)[:80]}", _NOT_TOGETHER)
-    known = str(config.get("model_type")) in CONFIG_MAPPING or (trust_remote_code and "auto_map" in config)
+    own_code = trust_remote_code and "auto_map" in config
+    if not own_code and not isinstance(config.get("model_type"), str):
+        raise UsageError(f"config.json of {checkpoint.name} names no model_type", _NOT_TOGETHER)
+    known = own_code or config["model_type"] in CONFIG_MAPPING
     if not known or method not in (None, "tilepress", "compressed-tensors"):
         return
+    packed = next((weight.name for weight in checkpoint.weights.values() if weight.stored_as.sparse), None)
+    if packed is not None and method != "tilepress":
+        raise UsageError(
+            f"{packed} of {checkpoint.name} is packed, and config.json has no quantization_config that says so",
+            "take config.json from where the artifact was made",
+        )
     model = build_meta_model(checkpoint, trust_remote_code)
+    _check_routers(model, checkpoint)
     _check_generation(checkpoint)
     stored = {
         name: torch.empty(_shape(checkpoint, weight), dtype=_dtype(checkpoint, weight), device="meta")
@@ -98,6 +108,16 @@ def check_fit(checkpoint: Checkpoint, trust_remote_code: bool = False) -> None:
         if names:
             first = ", ".join(sorted(names)[:3])[:300] + (" …" if len(names) > 3 else "")
             raise UsageError(f"{len(names)} {what} tensors in {checkpoint.name}: {first}", _NOT_TOGETHER)
+
+
+def _check_routers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a router that is to choose more experts than there are: no tensor's shape tells it."""
+    for name, module in model.named_modules():
+        chosen, experts = (getattr(module, key, None) for key in ("top_k", "num_experts"))
+        if isinstance(chosen, int) and isinstance(experts, int) and not 0 < chosen <= experts:
+            raise UsageError(
+                f"config.json of {checkpoint.name} has {name} choose {chosen} of {experts} experts", _NOT_TOGETHER
+            )
 
 
 def _check_generation(checkpoint: Checkpoint) -> None:

@@ -15,6 +15,7 @@ import torch
 from tilepress.formats import UsageError, dtype_name
 from tilepress.formats.checkpoint import COMPUTED_BUFFER, Checkpoint, Weight, linear_shape, model_names, module_path
 from tilepress.formats.layout import Form
+from tilepress.formats.patterns import MOST_S, matched
 from tilepress.formats.tiled_csl import VALUE_DTYPES
 from tilepress.models.experts import EXPERT_WEIGHT
 from tilepress.models.families import ROUTER
@@ -80,15 +81,23 @@ def check_experts(experts: str, targets: "list[Target]") -> None:
         raise UsageError("--experts all, but the model has no experts that are stored one by one", "leave it out")
 
 
-def matching(path: str, patterns: tuple[str, ...]) -> list[str]:
-    """The patterns that a module path matches as a whole, by its last parts, or as `re:REGEX`."""
-    return [
-        pattern
-        for pattern in patterns
-        if (pattern.startswith("re:") and re.search(pattern[3:], path))
-        or fnmatchcase(path, pattern)
-        or fnmatchcase(path, f"*.{pattern}")
-    ]
+def matching(paths: set[str], patterns: tuple[str, ...]) -> dict[str, list[str]]:
+    """The patterns that each module path matches: as a whole, by its last parts, or as `re:REGEX`.
+
+    Raises UsageError for expressions that take too long; a recipe may be anyone's."""
+    found = matched((pattern[3:] for pattern in patterns if pattern.startswith("re:")), paths, "search")
+    if found is None:
+        raise UsageError(f"--ignore: the patterns take more than {MOST_S} s to match", "write simpler ones, or names")
+    return {
+        path: [
+            pattern
+            for pattern in patterns
+            if (pattern.startswith("re:") and path in found[pattern[3:]])
+            or fnmatchcase(path, pattern)
+            or fnmatchcase(path, f"*.{pattern}")
+        ]
+        for path in paths
+    }
 
 
 def find_targets(
@@ -126,8 +135,13 @@ def find_targets(
     direct = _read_directly(model)
     parameters = set(model.state_dict())
     targets, left, used = [], [], set()
+    paths = {
+        name: module_path(name, known, model.base_model_prefix) if name.endswith(".weight") else None
+        for name in checkpoint.weights
+    }
+    ignored = matching({path or name.removesuffix(".weight") for name, path in paths.items()}, patterns)
     for name, weight in checkpoint.weights.items():
-        path = module_path(name, known, model.base_model_prefix) if name.endswith(".weight") else None
+        path = paths[name]
         stored.add(path)
         target = _describe(checkpoint, weight, modules.get(path))
         plain = path or name.removesuffix(".weight")
@@ -142,7 +156,7 @@ def find_targets(
             left.append(LeftAlone(name, "expert router", module=linear or plain))
         elif isinstance(target, str):
             left.append(LeftAlone(name, target, module=linear))
-        elif found := matching(plain, patterns):
+        elif found := ignored[plain]:
             used.update(found)
             left.append(LeftAlone(name, f"matches --ignore {found[0]}", module=linear))
         elif path in direct:
