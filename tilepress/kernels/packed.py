@@ -2,8 +2,6 @@
 a decoded weight.
 """
 
-import contextlib
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -15,8 +13,7 @@ from tilepress.formats import TilepressError
 from tilepress.kernels.once import OfTensors
 
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
-_STREAMS, _FEW_ROWS = 2, 1536  # on which parts of W are decoded and multiplied, for up to so many rows of x
-_of_thread = threading.local()  # more streams of each card
+_FEW_ROWS = 512  # of x: up to so many, more of W is decoded at once, since cuBLAS fills a card with that
 Made = TypeVar("Made")
 
 
@@ -92,39 +89,21 @@ def multiply_decoded(
     x: Tensor, bias: Tensor | None, rows: int, tile: tuple[int, int], decode: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
     """x [n, cols] -> [n, rows] by cuBLAS, for some rows of W at a time: `decode(tiles, first, last)` gives them dense; `tile` is a tile's shape.
-    A bias is added in float32 and the sum is rounded once, as the kernels do.
-
-    Of few rows of x a product with some rows of W does not fill a card: parts of W take turns on streams, so that one is decoded while others are
-    multiplied."""
+    A bias is added in float32 and the sum is rounded once, as the kernels do."""
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-x.shape[1] // tile[1])
-    streams = _streams(x.device, _STREAMS if len(x) <= _FEW_ROWS else 1)
+    step = _DECODED_ROWS * (2 if len(x) <= _FEW_ROWS else 1)
     with torch.no_grad():  # out= has no gradient
-        for stream in streams[1:]:
-            stream.wait_stream(streams[0])
-        for i, first in enumerate(range(0, rows, _DECODED_ROWS)):
-            last = min(first + _DECODED_ROWS, rows)
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
             tiles = slice(first // tile[0] * k_blocks, -(-last // tile[0]) * k_blocks + 1)
-            with torch.cuda.stream(streams[i % len(streams)]) if streams else contextlib.nullcontext():
-                dense, out = decode(tiles, first, last).to(x.dtype).t(), y[:, first:last]
-                if bias is None:
-                    torch.mm(x, dense, out=out)
-                else:
-                    torch.add(_wide_product(x, dense), bias[first:last], out=out)
-                del dense  # the next rows on this stream get the same memory, which is in the L2 cache
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
+            dense, out = decode(tiles, first, last).to(x.dtype).t(), y[:, first:last]
+            if bias is None:
+                torch.mm(x, dense, out=out)
+            else:
+                torch.add(_wide_product(x, dense), bias[first:last], out=out)
+            del dense  # the next rows get the same memory, which is in the L2 cache
     return y
-
-
-def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return the current stream of a card, and others of this thread's own, `count` in all; none where the device is no card."""
-    if device.type != "cuda":
-        return []
-    others = _of_thread.__dict__.setdefault(device, [])
-    while len(others) < count - 1:
-        others.append(torch.cuda.Stream(device))
-    return [torch.cuda.current_stream(device), *others[: count - 1]]
 
 
 def _wide_product(x: Tensor, w: Tensor) -> Tensor:
