@@ -432,7 +432,7 @@ def test_the_kernel_for_other_cards_takes_uneven_rows_and_any_x(monkeypatch, n, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [5, 200, 600])
 def test_graphs_of_the_kernel_for_other_cards(monkeypatch, n):
-    """600 rows are decoded and multiplied on several streams."""
+    """600 rows are decoded for cuBLAS."""
     take_for_older(monkeypatch)
     args, _ = arguments(2048, 2048, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
     expected = ops.tiled_bitmap_spmm(*args)

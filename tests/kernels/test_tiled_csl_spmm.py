@@ -423,7 +423,7 @@ def test_the_kernel_for_other_cards(rows, cols, sparsity, n, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("windows", [1, 2, 3])
+@pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize("columns", tiled_csl_mma.BLOCKS)
 @pytest.mark.parametrize("grid", [1, 3, 40])
 def test_few_blocks_for_other_cards_use_their_windows_again_and_again(monkeypatch, grid, columns, windows):

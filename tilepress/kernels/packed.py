@@ -2,7 +2,6 @@
 a decoded weight.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -16,8 +15,7 @@ from tilepress.kernels.jit import Launch
 from tilepress.kernels.once import OfTensors
 
 _DECODED_ROWS = 2048  # of W, decoded at once: what the L2 cache holds for cuBLAS
-_STREAMS, _FEW_ROWS = 2, 1536  # on which parts of W are decoded and multiplied, for up to so many rows of x
-_of_thread = threading.local()  # more streams of each card
+_FEW_ROWS = 512  # of x: up to so many, more of W is decoded at once, since cuBLAS fills a card with that
 Made = TypeVar("Made")
 
 
@@ -96,11 +94,13 @@ def multiply_decoded(
     A bias is added in float32 and the sum is rounded once, as the kernels do."""
     y = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
     k_blocks = -(-x.shape[1] // tile[1])
+    parts = _parts_of(rows, len(x))
     with torch.no_grad():  # out= has no gradient
-        for first in range(0, rows, _DECODED_ROWS):
-            last = min(first + _DECODED_ROWS, rows)
+        for first, last in parts:
             tiles = slice(first // tile[0] * k_blocks, -(-last // tile[0]) * k_blocks + 1)
-            _multiply(x, decode(tiles, first, last).to(x.dtype).t(), bias, y, first, last)
+            dense = decode(tiles, first, last).to(x.dtype).t()
+            _multiply(x, dense, bias, y, first, last)
+            del dense  # the next rows get the same memory, which is in the L2 cache
     return y
 
 
@@ -110,52 +110,31 @@ def decoding(
     """Return what computes `multiply_decoded` for arguments like these, launches made: run(x, words, offsets, scale, bias) -> like `out` [..., rows].
 
     `launch_of(n)` gives the launch that decodes n rows to x's dtype; it takes the addresses of words, of the rows' offsets and scale if there is one, and of
-    the dense rows. Of few rows of x a product with some rows of W does not fill a card: parts of W take turns on streams, so that one is decoded
-    while others are multiplied."""
+    the dense rows."""
     rows, cols = out.shape[-1], x.shape[-1]
     n, k_blocks = x.numel() // cols, -(-cols // tile[1])
-    flat_like = jit.like((n, rows), out.dtype, out.device)
-    spans = [(first, min(first + _DECODED_ROWS, rows)) for first in range(0, rows, _DECODED_ROWS)]
-    launches = {size: launch_of(size) for size in {last - first for first, last in spans}}
+    flat_like, parts = jit.like((n, rows), out.dtype, out.device), _parts_of(rows, n)
+    launches = {size: launch_of(size) for size in {last - first for first, last in parts}}
     room = jit.like((max(launches), cols), x.dtype, x.device)
-    turns = min(_STREAMS if n <= _FEW_ROWS else 1, len(spans))
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        x, y = x.reshape(-1, cols), jit.empty_like(flat_like)
-        # The next rows on a stream get the same memory, which is in the L2 cache.
-        parts = [jit.empty_like(room) for _ in range(turns)]
-        places = [(part.data_ptr(), {size: part[:size].t() for size in launches}) for part in parts]
-
-        def multiply(first: int, last: int, dense: int, turned: dict[int, Tensor]) -> None:
-            of_scale = [] if scale is None else [scale.data_ptr() + scale.itemsize * first]
-            of_tiles = offsets.data_ptr() + 4 * k_blocks * (first // tile[0])
-            launches[last - first](words.data_ptr(), of_tiles, *of_scale, dense)
-            _multiply(x, turned[last - first], bias, y, first, last)
-
+        x, y, dense = x.reshape(-1, cols), jit.empty_like(flat_like), jit.empty_like(room)
+        turned = {size: dense[:size].t() for size in launches}
         with torch.no_grad():  # out= has no gradient
-            if turns == 1:
-                for first, last in spans:
-                    multiply(first, last, *places[0])
-            else:
-                streams = _streams(x.device, turns)
-                for stream in streams[1:]:
-                    stream.wait_stream(streams[0])
-                for i, (first, last) in enumerate(spans):
-                    with torch.cuda.stream(streams[i % turns]):
-                        multiply(first, last, *places[i % turns])
-                for stream in streams[1:]:
-                    streams[0].wait_stream(stream)
+            for first, last in parts:  # one after the other in the same memory, which stays in the L2 cache
+                of_scale = [] if scale is None else [scale.data_ptr() + scale.itemsize * first]
+                of_tiles = offsets.data_ptr() + 4 * k_blocks * (first // tile[0])
+                launches[last - first](words.data_ptr(), of_tiles, *of_scale, dense.data_ptr())
+                _multiply(x, turned[last - first], bias, y, first, last)
         return y.view(out.shape)
 
     return run
 
 
-def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return the current stream of a card, and others of this thread's own, `count` in all."""
-    others = _of_thread.__dict__.setdefault(device, [])
-    while len(others) < count - 1:
-        others.append(torch.cuda.Stream(device))
-    return [torch.cuda.current_stream(device), *others[: count - 1]]
+def _parts_of(rows: int, n: int) -> list[tuple[int, int]]:
+    """Return the rows of W, first and last, that are decoded at once for n rows of x."""
+    step = _DECODED_ROWS * (2 if n <= _FEW_ROWS else 1)
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, first: int, last: int) -> None:

@@ -4,14 +4,13 @@
 // A block scatters the words of a tile, 128 rows and 64 columns, into a dense window in shared memory, from where
 // ldmatrix reads operand A, 32 rows for each of four warps. The next tile's words are on their way to registers
 // meanwhile, its columns of x to one of two stages in shared memory. With two windows one is filled with zeros while
-// the other is multiplied. With three a tile is multiplied, the next one scattered and a window emptied at the same
-// time: half of the warps multiply first. Several blocks of a multiprocessor hide each other's waits.
+// the other is multiplied. Several blocks of a multiprocessor hide each other's waits.
 //
 // W is walked through once for every NT columns of y (walks.cuh); sums that blocks share are those of split_sum.cuh.
 // Words, offsets and cuts are read before earlier kernels of the stream have ended (sm_90 and later): they must not be
 // what a kernel writes that may still be running.
 //
-// Macros: NT columns of y, 8 .. 128; WINDOWS 1 | 2 | 3; GROUPS of 16 bytes of words that a thread fetches ahead; BLOCKS
+// Macros: NT columns of y, 8 .. 128; WINDOWS 1 | 2; GROUPS of 16 bytes of words that a thread fetches ahead; BLOCKS
 // of a multiprocessor; BF16. x in rows of `k` columns, a multiple of 8, `stride` apart, likewise.
 
 #include "mma.cuh"
@@ -24,7 +23,7 @@
 #define THREADS 128
 #define X_BYTES (NT * 128)                    // of a stage: a tile's columns
 #define COUNT (NT / 2)                        // accumulators for 16 rows
-#define STEPS (NT < 32 ? 4 : NT == 64 ? 1 : 2)             // unrolled: of more, too much is read ahead
+#define STEPS (NT == 32 ? 2 : NT == 64 ? 1 : 4)            // unrolled: of more, too much is read ahead
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;
@@ -114,24 +113,22 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   Cursor next(unit - 1, tiles, k_blocks);     // the one that is asked for next
   int first = __ldg(offsets + next.tile), end = __ldg(offsets + next.tile + 1);
   Words now;
-  int x_column = 0, x_row = 0;                // of the tile whose words were asked for last
-  const auto load_words = [&](int after) {    // of the tile ahead of `after`
-    if (after <= begin) return;
-    now.load(words, first, end);
-    x_column = next.column * 64; x_row = next.walk * NT;
-    if (after - 1 > begin) {                  // offsets are here when the next tile is asked for
-      next.back(tiles, k_blocks);
-      first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
-    }
+  const auto load_words = [&](int after) {    // of the tile ahead of `after`, which is `next`
+    if (after > begin) now.load(words, first, end);
   };
-  const auto bring_x = [&](int stage, int after) {
-    if (after > begin)
-      copy_x(stages + stage * X_BYTES, x + (u64)x_row * stride, x_column, n - x_row, k, stride);
+  const auto bring_x = [&](int stage, int after) {         // behind its words
+    if (after > begin) {
+      const int row = next.walk * NT;
+      copy_x(stages + stage * X_BYTES, x + (u64)row * stride, next.column * 64, n - row, k, stride);
+      if (after - 1 > begin) {                // offsets are here when the next tile is asked for
+        next.back(tiles, k_blocks);
+        first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
+      }
+    }
     copies_end();
   };
   load_words(unit);
   clear(windows);
-  if (WINDOWS == 3) clear(windows + WINDOW);
 #if __CUDA_ARCH__ >= 900
   wait_for_grid(!successors_wait);
 #endif
@@ -139,8 +136,8 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   __syncthreads();
   now.scatter_to(windows, words);
   load_words(unit - 1);
-  if (WINDOWS < 3) bring_x(1, unit - 1);
-  wait_for_copies<WINDOWS < 3>();
+  bring_x(1, unit - 1);
+  wait_for_copies<1>();
   __syncthreads();
 
   // Matrices of ldmatrix: of A 8 rows, the next 8, and both again, half a step on; of B two halves of a step, then 8
@@ -148,7 +145,7 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   const int row_a = warp * 32 + lane % 16, half_a = lane / 16;
   const int row_b = NT == 8 ? lane % 8 : lane / 16 * 8 + lane % 8, half_b = NT == 8 ? lane / 8 : lane / 8 % 2;
   const u32 of_a = (half_a ^ row_a % 8) * 16, of_b = (half_b ^ row_b % 8) * 16;
-  int stage = 0, at = 0;                      // of x, of windows
+  int stage = 0;
   while (unit > begin) {
     const int start = (unit - 1) / k_blocks * k_blocks, stop = max(begin, start);
     const bool has_end = unit == start + k_blocks;
@@ -159,21 +156,6 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
       for (int i = 0; i < COUNT; ++i) acc[g][i] = 0.f;
     for (; unit > stop; --unit) {
       const u32 x_of_lane = stages + stage * X_BYTES + row_b * 128;
-#if WINDOWS == 3
-      const u32 window = windows + at * WINDOW, other = windows + (at == 2 ? 0 : at + 1) * WINDOW;
-      bring_x(stage ^ 1, unit - 1);
-#pragma unroll 1
-      for (int turn = 0; turn < 2; ++turn)
-        if ((turn ^ warp) & 1) {
-          if (unit - 1 > begin) now.scatter_to(other, words);
-          load_words(unit - 2);
-        } else {
-          multiply(acc, window + row_a * 128, of_a, x_of_lane, of_b);
-        }
-      clear(windows + (at == 0 ? 2 : at - 1) * WINDOW);
-      wait_for_copies<0>();
-      at = at == 2 ? 0 : at + 1;
-#else
       const u32 window = windows + (WINDOWS == 2 ? stage * WINDOW : 0);
       const u32 other = windows + (WINDOWS == 2 ? (stage ^ 1) * WINDOW : 0);
       if (WINDOWS == 2) clear(other);
@@ -189,7 +171,6 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
       }
       bring_x(stage, unit - 2);
       wait_for_copies<1>();
-#endif
       __syncthreads();                        // the next tile and its x are there
       stage ^= 1;
     }

@@ -19,7 +19,6 @@ from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TILE_COLS, TILE_ROWS, TiledBitmap
 from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_bitmap_mma, tiled_bitmap_prefill
 from tilepress.kernels.arch import HOPPER, Path
-from tilepress.kernels.decoded import FEWEST, decoding
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
 from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, decoding, multiply_decoded
@@ -308,8 +307,6 @@ _decoding = Planned(_plan_decoding)
 def _converting(x: Tensor, words, offsets, scale, bias, rows: int, value_dtype: torch.dtype, group: int) -> Tensor:
     """Decode W for x of another dtype, which the weight is converted to."""
     packed = TiledBitmap(words, offsets, rows, x.shape[-1], value_dtype, group, scale)
-    if x.dtype == packed.weight_dtype and x.numel() >= FEWEST * packed.cols:
-        return _many(x, words, offsets, scale, bias, rows, value_dtype, group)
     return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 
 
@@ -326,19 +323,6 @@ def _multiply_decoded(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Te
     return multiply_decoded(x, bias, packed.rows, (TILE_ROWS, TILE_COLS), decode)
 
 
-def _plan_many(x: Tensor, words, offsets, scale, bias, rows: int, value_dtype: torch.dtype, group: int) -> Callable:
-    """Return what runs the op for many rows of x of W's dtype, by parts of W that are decoded."""
-    cols, varying = x.shape[-1], (VARIES, VARIES, 0 if scale is None else VARIES, VARIES)
-    kernel = tiled_bitmap_decode_kernel(x.dtype, value_dtype, group)
-
-    def launch_of(n: int) -> Launch:
-        return Launch(kernel, x.device, tiled_bitmap.num_tiles(n, cols), (*varying, n, cols, -(-cols // TILE_COLS)))
-
-    run = decoding(x, rows, (TILE_ROWS, TILE_COLS), launch_of)
-    return lambda x, words, offsets, scale, bias, *_: run(x, words, offsets, scale, bias)
-
-
-_many = Planned(_plan_many)
 library.impl("tiled_bitmap_spmm", tiled_bitmap_spmm_ref, "CPU")
 library.impl("tiled_bitmap_spmm", _cuda, "CUDA")
 

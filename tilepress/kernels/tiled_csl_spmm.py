@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from tilepress.formats import tiled_csl
 from tilepress.kernels import arch, jit, library, ptx, split_sum, tiled_csl_mma
 from tilepress.kernels.arch import Path
-from tilepress.kernels.decoded import FEWEST, decoding
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.once import Planned
 from tilepress.kernels.packed import PerWeight, aligning, check_arguments, cuts_of, decoding, multiply_decoded
@@ -284,8 +283,6 @@ _decoding = Planned(_plan_decoding)
 def _converting(x: Tensor, words: Tensor, offsets: Tensor, bias, rows: int, value_dtype: torch.dtype) -> Tensor:
     """Decode W for x of another dtype, which the weight is converted to."""
     packed = tiled_csl.TiledCSL(words, offsets, rows, x.shape[-1], value_dtype)
-    if x.dtype == value_dtype and x.numel() >= FEWEST * packed.cols:
-        return _many(x, words, offsets, bias, rows, value_dtype)
     return _multiply_decoded(x.reshape(-1, packed.cols), packed, bias).view(*x.shape[:-1], rows)
 
 
@@ -296,20 +293,6 @@ def _multiply_decoded(x: Tensor, packed: tiled_csl.TiledCSL, bias: Tensor | None
     return multiply_decoded(x, bias, packed.rows, (tiled_csl.TILE_ROWS, tiled_csl.TILE_COLS), decode)
 
 
-def _plan_many(x: Tensor, words, offsets, bias, rows: int, value_dtype: torch.dtype) -> Callable:
-    """Return what runs the op for many rows of x of W's dtype, by parts of W that are decoded."""
-    cols = x.shape[-1]
-    sizes = cols, -(-cols // tiled_csl.TILE_COLS)
-
-    def launch_of(n: int) -> Launch:
-        args = VARIES, VARIES, VARIES, n, *sizes
-        return Launch(tiled_csl_decode_kernel(), x.device, tiled_csl.num_tiles(n, cols), args)
-
-    run = decoding(x, rows, (tiled_csl.TILE_ROWS, tiled_csl.TILE_COLS), launch_of)
-    return lambda x, words, offsets, bias, *_: run(x, words, offsets, None, bias)
-
-
-_many = Planned(_plan_many)
 library.impl("tiled_csl_spmm", tiled_csl_spmm_ref, "CPU")
 library.impl("tiled_csl_spmm", _cuda, "CUDA")
 
