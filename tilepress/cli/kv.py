@@ -26,7 +26,10 @@ def kv(
         ),
     ] = None,
     alike: Annotated[
-        bool, typer.Option("--alike", help="One form for a layer's keys and values, as the fastest kernel takes it (--bits auto).")
+        bool,
+        typer.Option(
+            "--alike", help="One form for a layer's keys and values, as the fastest kernel takes it (--bits auto)."
+        ),
     ] = False,
     group_size: Annotated[
         int | None,
