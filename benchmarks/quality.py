@@ -42,6 +42,7 @@ RECIPES = {  # name: the steps that make an artifact; {made} is {out} of the ste
     "int8, static": ("compress quantize {model} -o {out} --activations tensor {text}",),
     "int8, static, 5 % kept": ("compress quantize {model} -o {out} --activations tensor --keep 5% {text}",),
     "kv4": ("compress kv {model} -o {out} {text}",),
+    "kv4, no feedback": ("compress kv {model} -o {out} --no-feedback {text}",),
     "kv4, values folded": ("compress kv {model} -o {out} --fold-values {text}",),
     "kv4, groups of 32": ("compress kv {model} -o {out} --group-size 32 {text}",),
     "kv4, groups of 32, values folded": ("compress kv {model} -o {out} --group-size 32 --fold-values {text}",),

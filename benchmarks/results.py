@@ -18,7 +18,7 @@ NAMES = {  # of a recipe in quality.json: as README calls it. Others stand in do
     "int8": "INT8, calibrated",
     "int8, random tokens": "INT8, calibrated on random tokens",
     "int8, no text": "INT8, not calibrated",
-    "kv4": "4-bit cache",
+    "kv4, values folded": "4-bit cache",
     "int8 + kv4": "INT8 and 4-bit cache",
     "50 % zeros": "50 % zeros",
     "50 % zeros, recovered": "50 % zeros, recovered",

@@ -305,7 +305,7 @@ def test_unlike_forms_are_the_same_on_a_card(form, size):
         def there(arguments, device=device):
             return [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
 
-        appended, turned = pages.to(device), pages.to(device)
+        appended, turned = (pages.clone().to(device) for _ in range(2))
         ops.kv_append(appended, *there((key, value, slots, *how)))
         queries = ops.rope_append(turned, *there((query, key, value, *between, slots, *how)))
         read = ops.kv_read(turned, *there((table, lengths, 8 * size, *stored)))
