@@ -51,7 +51,7 @@ def words(tmp_path, model, text):
         json.dumps({"query": "import", "choices": ["os", "a very long ending of no use"], "gold": 0}) + "\n"
     )
     found = [model, "-o", tmp_path / "rows" / "quality.json", "--calibrate", text, "--evaluate", text]
-    found += ["--hellaswag", items, "--device", "cpu", "--seqlen", 32, "--nsamples", 2, "--windows", 2]
+    found += ["--hellaswag", items, "--device", "cpu", "--seqlen", 64, "--nsamples", 4, "--windows", 2]
     return [*map(str, found), "--scratch", str(tmp_path)]
 
 
@@ -68,14 +68,14 @@ def test_rows_of_recipes(quality, run, words, tmp_path, model):
     assert zeros["over_dense"] == pytest.approx(zeros["perplexity"] / dense["perplexity"] - 1, rel=1e-6)
     assert zeros["hellaswag_acc_norm"] in (0.0, 1.0) and zeros["device"] == "cpu" and zeros["seconds"] > 0
     shown = f"tilepress compress prune {model.name} -o step-0 --sparsity 0.5 --method admm"
-    shown += f" --allocation auto --refit 100 --dataset {demo.TEXT.name} --nsamples 2 --seqlen 32"
+    shown += f" --allocation auto --refit 100 --dataset {demo.TEXT.name} --nsamples 4 --seqlen 64"
     assert zeros["command"] == shown
     assert not list(tmp_path.glob("tmp*"))  # artifacts are removed
     asked = len(run.asked)
     quality.main([*words, "--recipes", recipes], run)
     assert run.asked[asked:] == [["env"]]  # nothing is measured twice
     with pytest.raises(SystemExit, match="another protocol"):
-        quality.main([*words, "--seqlen", "64"], run)
+        quality.main([*words, "--seqlen", "32"], run)
     with pytest.raises(SystemExit, match="no recipe"):
         quality.main([*words, "--recipes", "int3"], run)
 
@@ -123,7 +123,8 @@ def test_steps_that_recipes_share_are_made_once(quality, words, tmp_path):
     pruned, recovered = json.loads((tmp_path / "rows" / "quality.json").read_text())["rows"]
     assert 0.1 <= pruned["seconds"] < recovered["seconds"] and recovered["command"].startswith(pruned["command"])
     assert f"--dataset self+{demo.TEXT.name}" in recovered["command"] and str(tmp_path) not in recovered["command"]
-    made_at = asked[1][asked[1].index("-o") + 1]
+    prune = next(command for command in asked if command[1] == "prune")
+    made_at = prune[prune.index("-o") + 1]
     recover = next(command for command in asked if command[1] == "recover")
     assert recover[2] == made_at and not Path(made_at).exists()
 

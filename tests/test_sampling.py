@@ -124,6 +124,20 @@ def test_other_text_goes_with_what_the_model_writes(random_model, tmp_path):
         tilepress.sample(random_model, Text(f"self+{tmp_path / 'missing.jsonl'}", 2, 16))
 
 
+def test_recovery_reads_other_text_beside_the_models_own(checkpoint_of, tmp_path, cli):
+    base, other = checkpoint_of("llama"), tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "words of another text, " * 40}) + "\n")
+    assert cli("compress", "prune", base, "-o", tmp_path / "pruned", "--sparsity", 0.5).code == 0
+    words = ["compress", "recover", tmp_path / "pruned", "--base", base, "-o", tmp_path / "out", "--steps", 1]
+    words += ["--batch", 1, "--seqlen", 16, "--nsamples", 4, "--device", "cpu", "--dataset"]
+    ran = cli(*words, f"self+{other}")
+    assert ran.code == 0, ran.err
+    told = read_manifest(tmp_path / "out")
+    assert told["settings"]["dataset"] == f"self+{other}" and told["recovery"]["text_tokens"] > 40 * 4
+    wrong = cli(*words, f"self+{tmp_path}/missing.jsonl", "--overwrite")
+    assert wrong.code == 2 and wrong.err.splitlines()[0] == f"error: no file {tmp_path}/missing.jsonl"
+
+
 def test_tokens_come_from_the_models_own_distribution(random_model):
     """Tokens behind one first token, against the model's probabilities at that temperature: a chi-squared test."""
     tokenizer = AutoTokenizer.from_pretrained(random_model)

@@ -266,7 +266,7 @@ def text_for(recipe: Recipe, dataset: str | Path | Text | None, checkpoint: Chec
             f"`{recipe.command}` needs text, not random tokens: they show outliers, not what the model works on",
             "give --dataset a file or a hub id, or self",
         )
-    check_source(text.dataset)
+    check_source(text.beside or text.dataset)
     return text.fitted(checkpoint.text_config, load_tokenizer(checkpoint.path, trust))
 
 
