@@ -22,8 +22,10 @@ from tilepress.kernels import (
     read_bandwidth,
     rope_append,
     tiled_bitmap_decode,
+    tiled_bitmap_mma,
     tiled_bitmap_spmm,
     tiled_csl_decode,
+    tiled_csl_mma,
     tiled_csl_spmm,
     w8a8_gemm,
     w8a16_gemm,
@@ -62,7 +64,10 @@ def kernels() -> dict[str, jit.Kernel]:
         "tiled_bitmap_decode": tiled_bitmap_decode.kernel(BF16, BF16, 1),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
         "tiled_csl_decode": tiled_csl_decode._kernel(),
-        "tiled_csl_mma": tiled_csl_spmm._mma_kernel(8, BF16),
+        "tiled_bitmap_mma": tiled_bitmap_mma.kernel(
+            tiled_bitmap_mma.Configuration(16, 1, 2, 4, BF16, BF16, 1), 1 << 14
+        ),
+        "tiled_csl_mma": tiled_csl_mma.kernel(tiled_csl_mma.Configuration(16, 1, 4, 6, True)),
         "w8a16_gemm": w8a16_gemm._kernel(16, BF16),
         "w8a16_mma": w8a16_gemm._mma_kernel(16, BF16),
         "w8a8_gemm": w8a8_gemm._kernel(w8a8_gemm.configuration_for(16, 4096, 4096), BF16),
