@@ -49,7 +49,6 @@ def kernels() -> dict[str, jit.Kernel]:
     quantizing = fused_quant.configuration_for(4096, False)
     bitmap = tiled_bitmap_spmm.Configuration(16, 1, BF16, BF16, 1)
     prefill = tiled_bitmap_prefill.Configuration(256, BF16, BF16, 1)
-    bitmap_mma = tiled_bitmap_mma.plan(8, 1 << 10, 1 << 14, arch.HOPPER, BF16, BF16, 1).chosen
     steps = kv_cache.Steps(True, True, 2)
     mma = decode_attention_mma.configuration_for(FORM, 64, BF16, 4, arch.HOPPER)
     found = {
@@ -68,8 +67,10 @@ def kernels() -> dict[str, jit.Kernel]:
         "tiled_bitmap_prefill": tiled_bitmap_prefill._kernel(prefill),
         "tiled_bitmap_spmm": tiled_bitmap_spmm._kernel(bitmap, 1 << 16),
         "tiled_csl_decode": tiled_csl_decode.kernel(),
-        "tiled_bitmap_mma": tiled_bitmap_mma.kernel(bitmap_mma, 1 << 14),
-        "tiled_csl_mma": tiled_csl_mma.kernel(tiled_csl_mma.plan(8, 1 << 20, 1 << 10, arch.HOPPER, BF16).chosen),
+        "tiled_bitmap_mma": tiled_bitmap_mma.kernel(
+            tiled_bitmap_mma.Configuration(16, 1, 2, 4, BF16, BF16, 1), 1 << 14
+        ),
+        "tiled_csl_mma": tiled_csl_mma.kernel(tiled_csl_mma.Configuration(16, 1, 4, 6, True)),
         "w8a16_gemm": w8a16_gemm._kernel(16, BF16),
         "w8a16_mma": w8a16_gemm._mma_kernel(16, BF16),
         "w8a8_gemm": w8a8_gemm._kernel(w8a8_gemm.configuration_for(16, 4096, 4096), BF16),
