@@ -34,7 +34,7 @@ MMA_BLOCKS = {8: 6, 16: 6, 32: 4, 64: 2}
 _MMA_THREADS = 128
 _FEWEST_TILES = 8  # of a block on mma.sync: blocks that share a row block add up one after the other
 _TILE_COST = 64  # of an empty tile, in 16 bytes
-_FEW_WORDS, _MOST_X_BYTES = 0.3, 32 << 20  # a share of W's elements; of x in the L2 cache
+_FEW_WORDS, _MOST_X_BYTES = 0.3, 16 << 20  # a share of W's elements; of x in the L2 cache
 
 
 def tiled_csl_spmm_ref(
