@@ -186,6 +186,16 @@ def test_which_kernel_takes_what(monkeypatch):
         assert tiled_csl_spmm._kernel_for(1, here, torch.float32, torch.float16) is None
 
 
+@pytest.mark.parametrize(
+    "cols,density,most", [(4096, 0.2, 2048), (2048, 0.3, 4096), (8192, 0.2, 1536), (4096, 0.31, 1536)]
+)
+def test_sparse_weights_take_as_many_rows_as_stay_in_the_cache(cols, density, most):
+    """x of 16 MiB, in float16; of others and of denser weights 1536 rows."""
+    words = torch.empty(int(density * 256 * cols), dtype=torch.int32, device="meta")
+    packed = TiledCSL(words, torch.empty(0, dtype=torch.int32), 256, cols, torch.float16)
+    assert tiled_csl_spmm.most_rows(packed) == most
+
+
 def test_decoding_by_parts_is_the_whole_product(monkeypatch):
     monkeypatch.setattr(packed_ops, "_DECODED_ROWS", 256)
     args, weight = arguments(1000, 300, (5,), 0.8, torch.bfloat16)
@@ -267,15 +277,21 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, passes):
     run = tiled_csl_spmm._multiplying(jit.like((n, rows), dtype, x.device), x, packed, bias)
     y = run(x, words, offsets, bias)
     cuts = tiled_csl_spmm._cuts_of(packed.words, packed.offsets, 132)
-    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, units, successors_wait),) = seen
+    ((chosen, device, grid, *arguments_, n_, m, k_blocks, tiles, all_tiles, successors_wait),) = seen
     assert successors_wait is True
     addresses = [argument for argument in arguments_ if argument is not cuts]
     assert (len(arguments_) > len(addresses)) == (n <= 64)
-    of_row = 157 if n <= 64 else 79  # row blocks, or pairs of them, for blocks or clusters of two
-    assert (chosen.columns, grid, n_, m, k_blocks, tiles) == (columns, 132, n, rows, 16, 157 * 16)
-    assert units == of_row * 16 * passes and chosen.ranks == (1 if n <= 64 else 2)
+    assert (chosen.columns, grid, n_, m, k_blocks, tiles, all_tiles) == (
+        columns,
+        132,
+        n,
+        rows,
+        16,
+        157 * 16,
+        157 * 16 * passes,
+    )
     assert addresses[:2] == [words.data_ptr(), offsets.data_ptr()]
-    assert addresses[2:5] == [(x.data_ptr(), (n, 1008), columns // chosen.ranks, 64), bias.data_ptr(), y.data_ptr()]
+    assert addresses[2:5] == [(x.data_ptr(), (n, 1008), columns, 64), bias.data_ptr(), y.data_ptr()]
     sums, left, ticket = addresses[5:]
     assert sums - left >= 8 * 132 * chosen.consumers and sums % 16 == left % 8 == 0 < ticket
     assert y.shape == (n, rows) and y.dtype == dtype and device == x.device
@@ -393,7 +409,7 @@ def test_many_rows(n):
 @HOPPER
 def test_decoding_waits_for_a_product_before_it():
     """Few rows, many, few, again and again without a pause: memory that one gives back is another's at once."""
-    few, weight = arguments(2048, 2048, (48,), 0.8, torch.float16, False, "cuda")
+    few, weight = arguments(2048, 2048, (48,), 0.6, torch.float16, False, "cuda")
     many = (torch.randn(3000, 2048, dtype=torch.float16, device="cuda"), *few[1:])
     expected = ops.tiled_csl_spmm(*few), ops.tiled_csl_spmm(*many)
     found = [(ops.tiled_csl_spmm(*few), ops.tiled_csl_spmm(*many)) for _ in range(50)]

@@ -22,14 +22,14 @@
 // Words and offsets are read before earlier kernels of the stream have ended: they must not be what a kernel writes
 // that may still be running.
 //
-// Macros: RANKS 1 | 2 blocks of a cluster; NT columns of y, 192 | 256; those of tiled_bitmap.cuh. wgmma() of NT columns
-// comes from kernels/ptx.py.
+// Macros: NT columns of y, 192 | 256; those of tiled_bitmap.cuh. wgmma() of NT columns comes from kernels/ptx.py.
 
 #include "tiled_bitmap.cuh"
 #include "split_sum.cuh"
 #include "output.cuh"
 
 #define ROWS 128
+#define RANKS 2                               // blocks of a cluster
 #define CONSUMERS 8                           // warps
 enum { WORDS = CONSUMERS, X, WARPS = CONSUMERS + 4 };      // the warps behind them; setmaxnreg is for whole warpgroups
 #define X_BYTES (NT * 128)                    // of 64 columns of x
@@ -90,8 +90,7 @@ __device__ __forceinline__ void load_x(const TensorMap* x, const Ring& slots, co
       slots.wait_empty(at);                                // in both blocks
       expect(slots.full + 8 * at.slot, X_BYTES);           // half of it from the other one
       const u32 to = slots.slot(at) + rank * (X_BYTES / RANKS), full = slots.full + 8 * at.slot;
-      if (RANKS > 1) tma_2d_to_all(to, x, column + half * 64, row, full, (1 << RANKS) - 1);
-      else tma_2d(to, x, column + half * 64, row, full);
+      tma_2d_to_all(to, x, column + half * 64, row, full, (1 << RANKS) - 1);
       at.next(slots.count);
     }
   }

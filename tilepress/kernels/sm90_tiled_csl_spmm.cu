@@ -11,12 +11,10 @@
 // Windows are operands of wgmma as they are: 128-byte-swizzled, K-major; W's rows are m and x's are n, or, with SWAP,
 // the other way round. A window is emptied by storing zeros to where the last tile was scattered (UNSCATTER), or filled
 // with zeros. TEAM warps share a window. With one consumer x has a slot beside each window and is handed over with it;
-// two consumers, for more columns of y, get x from slots of its own. Then two blocks on neighbouring multiprocessors
-// are a cluster (RANKS): they take tiles one below the other, and each copies half of x, to both of them, so that x
-// comes from the L2 cache once for 256 rows of W. A unit is a tile, or the two tiles of a cluster.
+// two consumers, for more columns of y, get x from slots of its own.
 //
-// W is walked through once for every NT columns of y. Of all these units a cluster takes equal shares: with one
-// consumer, where NT columns are all, of bytes, else of units; sums that clusters share are those of split_sum.cuh.
+// W is walked through once for every NT columns of y. Of all these tiles a block takes equal shares: with one
+// consumer, where NT columns are all, of bytes, else of tiles; sums that blocks share are those of split_sum.cuh.
 //
 // Words and offsets are read before earlier kernels of the stream have ended: they must not be what a kernel writes
 // that may still be running. A block's first words are on their way to the L2 cache before their offsets are known. A
@@ -24,8 +22,8 @@
 //
 // Macros: NT columns of y, 8 .. 256; CONSUMERS 1 | 2; SWAP 0 | 1 (one consumer, NT 64); WINDOWS; TEAM; CHUNK bytes of
 // words that a lane's registers take for a warp, a multiple of 512; X_SLOTS, WINDOWS with one consumer; UNSCATTER 0 |
-// 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many as all warps have; RANKS 1 | 2 blocks of a cluster; GRID:
-// clusters; BF16 0 | 1. wgmma() of NT / PIECES columns (with SWAP 128) comes from kernels/ptx.py.
+// 1; CONSUMER_REGISTERS and PRODUCER_REGISTERS, 0 for as many as all warps have; GRID: its blocks; BF16 0 | 1. wgmma()
+// of NT / PIECES columns (with SWAP 128) comes from kernels/ptx.py.
 
 #include "tiled_csl.cuh"
 #include "split_sum.cuh"
@@ -71,18 +69,10 @@ struct Cuts {
 #define CUTS_PARAMETER const __grid_constant__ Cuts cuts,
 #endif
 
-// A cluster's units, numbered through all walks, as rows of them are; of W: units of a row, rows of them, tiles.
-struct Run {
-  int begin, end, k_blocks, row_blocks, tiles;
+struct Run {  // a block's tiles, numbered through all walks, as row blocks are; of W: tiles of a row, row blocks
+  int begin, end, k_blocks, row_blocks;
 
   __device__ int walk(int row_block) const { return OWN_X ? row_block / row_blocks : 0; }
-  // This block's of a unit; -1 for the row of tiles that is not there.
-  __device__ int tile(int unit, int rank) const {
-    if (!OWN_X) return unit;
-    const int row_block = unit / k_blocks, above = row_block % row_blocks * RANKS + rank;
-    const int tile = above * k_blocks + unit - row_block * k_blocks;
-    return tile < tiles ? tile : -1;
-  }
 };
 
 struct Bars {  // mbarriers, by address: of windows and of slots of x
@@ -95,9 +85,8 @@ struct Chunk {  // 16-byte words of a tile, as many as a warp takes at once
 
 // A producer's words: chunk after chunk of every WINDOWS-th tile. All lanes keep count.
 struct Stream {
-  const uint4* words; const int* offsets; const Run& run;
-  int block;                                           // of the cluster
-  int tiles, first_unit, rank;                         // how many; the first, counted down from there; rank in the team
+  const uint4* words; const int* offsets;
+  int tiles, first_tile, tiles_of_w, rank;             // how many; the first, counted down from there; rank in the team
   int tile, at, end; bool first;                       // what comes next
   int begins, ends, later_begins, later_ends;          // of 32 tiles, one a lane, and of the 32 behind them
 
@@ -105,9 +94,9 @@ struct Stream {
     const int t = from + threadIdx.x % 32;
     begin = stop = 0;
     if (t < tiles) {
-      const int number = run.tile(first_unit - t * WINDOWS, block);
-      if (number < 0) return;
-      begin = __ldg(offsets + number); stop = __ldg(offsets + number + 1);
+      const int number = first_tile - t * WINDOWS;
+      const int* o = offsets + (OWN_X ? number % tiles_of_w : number);
+      begin = __ldg(o); stop = __ldg(o + 1);
       // Of each member of the team, in whole steps.
       const int share = (stop - begin + 32 * TEAM - 1) / (32 * TEAM) * 32;
       begin = min(begin + rank * share, stop); stop = min(begin + share, stop);
@@ -167,7 +156,6 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
   fill_with_zeros(window, lane, stream.rank, TEAM);
   bar_arrive(CONSUMERS_READY, WARPS * 32);
   bar_sync(PRODUCERS_READY, LOADER * 32);
-  if (RANKS > 1) cluster_wait();
   const auto step = [&](const uint4 (&q)[GROUPS], const Chunk& now, uint4 (&others)[GROUPS], Chunk& next) {
     arrived(q[0].x);
     next = stream.next();
@@ -201,7 +189,7 @@ __device__ __forceinline__ void produce(Stream& stream, u32 window, u32 full, u3
   }
 }
 
-__device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 slots, const Bars& bars, int rank) {
+__device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 slots, const Bars& bars) {
   int row_block = (run.end - 1) / run.k_blocks;            // counted: a division for each tile would hold x up
   int slot = 0;
   u32 phase = 1;
@@ -209,13 +197,9 @@ __device__ __forceinline__ void load_x(const TensorMap* x, const Run& run, u32 s
   for (int tile = run.end; tile-- > run.begin;) {
     if (tile < row_block * run.k_blocks) --row_block;
     wait(bars.x_empty + 8 * slot, phase);
-    const u32 to = slots + slot * X_BYTES, full = bars.x_full + 8 * slot;
-    const int column = (tile - row_block * run.k_blocks) * 64, row = run.walk(row_block) * NT;
-    expect(full, X_BYTES);
-    if (RANKS > 1)                                         // half of it comes from the other block
-      tma_2d_to_all(to + rank * (X_BYTES / RANKS), x, column, row + rank * (NT / RANKS), full, (1 << RANKS) - 1);
-    else
-      tma_2d(to, x, column, row, full);
+    expect(bars.x_full + 8 * slot, X_BYTES);
+    tma_2d(slots + slot * X_BYTES, x, (tile - row_block * run.k_blocks) * 64, run.walk(row_block) * NT,
+           bars.x_full + 8 * slot);
     if (++slot == X_SLOTS) { slot = 0; phase ^= 1; }
   }
 }
@@ -268,8 +252,8 @@ __device__ __forceinline__ void multiply(float (&acc)[ACC], u64 w, u64 x) {
 
 template <class F>
 __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots, const Bars& bars, const Parts& parts,
-                                        F cut, const u16* bias, u16* y, int n, int m, int number, int rank) {
-  const int consumer = parts.mine % CONSUMERS, thread = threadIdx.x & 127, lane = thread & 31;
+                                        F cut, const u16* bias, u16* y, int n, int m) {
+  const int consumer = parts.mine, thread = threadIdx.x & 127, lane = thread & 31;
   int slot = 0, x_slot = 0;
   u32 phase = 0, x_phase = 0;
   int row_block = (run.end - 1) / run.k_blocks;
@@ -283,9 +267,8 @@ __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots
     const auto give_back = [&] {
       if (lane == 0 && before) {
         arrive(before);
-        if (OWN_X && RANKS == 1) arrive(x_before);
+        if (OWN_X) arrive(x_before);
       }
-      if (OWN_X && RANKS > 1 && lane < RANKS && before) arrive_in_cluster(address_in(x_before, lane));
     };
     for (; tile > stop; --tile) {
       wait(bars.full + 8 * slot, phase);
@@ -301,41 +284,33 @@ __device__ __forceinline__ void consume(const Run& run, u32 windows, u32 x_slots
     wgmma_wait<0>();
     give_back();
     if (has_end) {
-      if (stop > start) parts.add(acc, start, number, cut, CONSUMER_BARRIER + consumer);
+      if (stop > start) parts.add(acc, start, blockIdx.x, cut, CONSUMER_BARRIER + consumer);
       const int walk = run.walk(row_block), column = walk * NT,
-                row = ((row_block - walk * run.row_blocks) * RANKS + rank) * ROWS + consumer * (M64 * 64);
+                row = (row_block - walk * run.row_blocks) * ROWS + consumer * (M64 * 64);
       write(acc, row, bias, y + (u64)column * m, n - column, m, thread);
     } else {
-      parts.store(acc, number);
+      parts.store(acc, blockIdx.x);
       if (CONSUMERS == 1) {
         bar_arrive(HERALD_BARRIER, 128 + 32);              // the herald waits for the memory, not the consumer
       } else {
         bar_sync(CONSUMER_BARRIER + consumer, 128);
-        if (thread == 0) parts.announce(number);
+        if (thread == 0) parts.announce(blockIdx.x);
       }
     }
   }
 }
 
-// The other block of a cluster still arrives at this one's mbarriers.
-__device__ __forceinline__ void leave() {
-  if (RANKS == 1) return;
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-}
-
-extern "C" __global__ void __cluster_dims__(RANKS, 1, 1) __launch_bounds__(WARPS * 32, 1)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16 bytes
                const int* offsets,                  // int32 [tiles_of_w + 1], in words
                CUTS_PARAMETER                       // with one consumer: where blocks' runs begin
                const __grid_constant__ TensorMap x, // of x, 16-bit [n, K]
                const u16* bias,                     // 16-bit [m] or null
                u16* y,                              // 16-bit [n, m]
-               float* sums,                         // float32 [GRID, RANKS * 128 * NT]: parts of sums
-               u64* left,                           // uint64 [GRID, RANKS * CONSUMERS]: whose parts are there
+               float* sums,                         // float32 [GRID, 128 * NT]: parts of sums (split_sum.cuh)
+               u64* left,                           // uint64 [GRID, CONSUMERS]: whose parts are there
                u64 ticket,
-               int n, int m, int k_blocks, int tiles, int all_units, int successors_wait) {
+               int n, int m, int k_blocks, int tiles_of_w, int all_tiles, int successors_wait) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   Bars bars;
@@ -346,7 +321,7 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
 #if OWN_X
   // In shared memory, to spare consumers registers.
   int* const cuts = (int*)(shared + BARS_AT + 16 * (WINDOWS + X_SLOTS));
-  const auto equal = [=](int b) { return b * (all_units / GRID) + min(b, all_units % GRID); };
+  const auto equal = [=](int b) { return b * (all_tiles / GRID) + min(b, all_tiles % GRID); };
   const auto cut = [=](int b) { return cuts[b]; };
   for (int b = threadIdx.x; b <= GRID; b += WARPS * 32) cuts[b] = equal(b);
 #else
@@ -354,10 +329,8 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
   const auto& cut = equal;
 #endif
   if (successors_wait) launch_dependents();
-  const int number = blockIdx.x / RANKS, rank = RANKS > 1 ? rank_in_cluster() : 0;
-  const Run run = {equal(number), equal(number + 1), k_blocks, (m + RANKS * ROWS - 1) / (RANKS * ROWS), tiles};
-  const Parts parts = {sums, left, ticket, RANKS * CONSUMERS,
-                       rank * CONSUMERS + (warp < FIRST_PRODUCER ? warp / 4 : 0)};
+  const Run run = {equal(blockIdx.x), equal(blockIdx.x + 1), k_blocks, (m + ROWS - 1) / ROWS};
+  const Parts parts = {sums, left, ticket, CONSUMERS, warp < FIRST_PRODUCER ? warp / 4 : 0};
   if (warp < FIRST_PRODUCER) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < WINDOWS; ++i) {
@@ -366,39 +339,35 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
       }
       for (int i = 0; i < OWN_X * X_SLOTS; ++i) {
         bar_init(bars.x_full + 8 * i, 1);
-        bar_init(bars.x_empty + 8 * i, RANKS * 4 * CONSUMERS);
+        bar_init(bars.x_empty + 8 * i, 4 * CONSUMERS);
       }
       fence_bar_init();
     }
-    __syncwarp();
-    if (RANKS > 1) { cluster_arrive(); cluster_wait(); }
     bar_arrive(PRODUCERS_READY, LOADER * 32);
     bar_arrive(LOADER_READY, (WARPS - LOADER + FIRST_PRODUCER) * 32);
     bar_sync(CONSUMERS_READY, WARPS * 32);
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid(!successors_wait);
-    consume(run, base, base + X_AT, bars, parts, cut, bias, y, n, m, number, rank);
-    leave();
+    consume(run, base, base + X_AT, bars, parts, cut, bias, y, n, m);
     return;
   }
-  if (RANKS > 1) cluster_arrive();
   give_registers<PRODUCER_REGISTERS>();
   if (warp < LOADER) {
     const int p = warp - FIRST_PRODUCER, window = p / TEAM,
-              count = (run.end - run.begin - window + WINDOWS - 1) / WINDOWS;
-    Stream stream = {words, offsets, run, rank};
-    stream.tiles = count;
-    stream.first_unit = run.end - 1 - window;
+              tiles = (run.end - run.begin - window + WINDOWS - 1) / WINDOWS;
+    Stream stream;
+    stream.words = words; stream.offsets = offsets;
+    stream.tiles = tiles;
+    stream.first_tile = run.end - 1 - window;
+    stream.tiles_of_w = tiles_of_w;
     stream.rank = p % TEAM;
-    if (count > 0) {
+    if (tiles > 0) {
       produce(stream, base + window * WINDOW, bars.full + 8 * window, bars.empty + 8 * window, TEAM_BARRIER + window,
               lane);
     } else {                                               // nothing to wait for
       bar_arrive(CONSUMERS_READY, WARPS * 32);
       bar_arrive(PRODUCERS_READY, LOADER * 32);
-      if (RANKS > 1) cluster_wait();
     }
-    leave();
     return;
   }
   if (warp == LOADER && lane == 0) {
@@ -411,13 +380,11 @@ tiled_csl_spmm(const uint4* words,                  // the weight's words, of 16
   }
   bar_arrive(CONSUMERS_READY, WARPS * 32);
   bar_sync(LOADER_READY, (WARPS - LOADER + FIRST_PRODUCER) * 32);
-  if (RANKS > 1) cluster_wait();
   if (warp == LOADER) {
-    if (lane == 0) load_x(&x, run, base + X_AT, bars, rank);
+    if (lane == 0) load_x(&x, run, base + X_AT, bars);
   } else if (CONSUMERS == 1 && run.end % k_blocks && run.end > run.begin) {
     // The herald: the rows at the run's end belong to the next block too.
     bar_sync(HERALD_BARRIER, 128 + 32);
-    if (lane == 0) parts.announce(number);
+    if (lane == 0) parts.announce(blockIdx.x);
   }
-  leave();
 }

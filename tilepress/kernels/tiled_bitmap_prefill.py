@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        own = {"RANKS": RANKS, "NT": self.columns, "CONSUMER_REGISTERS": REGISTERS[0], "LOADER_REGISTERS": REGISTERS[1]}
+        own = {"NT": self.columns, "CONSUMER_REGISTERS": REGISTERS[0], "LOADER_REGISTERS": REGISTERS[1]}
         product = ptx.wgmma(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16", from_registers=True)
         own |= macros(self.dtype, self.value_dtype, self.group)
         return jit.source("sm90_tiled_bitmap_prefill.cu", product, **own)

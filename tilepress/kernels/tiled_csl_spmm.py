@@ -27,9 +27,10 @@ library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, but at 90 %
-MMA_MOST_ROWS = 256  # the same of the kernel on mma.sync
+MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes of any weight: `most_rows` says of which it takes more
+MMA_MOST_ROWS = 256  # of x, that the kernel on mma.sync takes
 _TILE_COST = 64  # of an empty tile, in 16 bytes
+_FEW_WORDS, _MOST_X_BYTES = 0.3, 16 << 20  # a share of W's elements; of x in the L2 cache
 
 
 def tiled_csl_spmm_ref(
@@ -58,11 +59,6 @@ class Configuration:
         return 1 if self.columns <= 64 else 2
 
     @property
-    def ranks(self) -> int:
-        """Blocks of a cluster, which share x."""
-        return self.consumers
-
-    @property
     def x_slots(self) -> int:
         return self.windows if self.consumers == 1 else _X_SLOTS[self.columns]
 
@@ -81,14 +77,10 @@ class Configuration:
         warps = 4 * self.consumers + self.windows * self.team
         return 32 * (warps + 2 if self.consumers == 1 else (warps + 4) // 4 * 4)
 
-    def clusters(self, grid: int) -> int:
-        """Return how many clusters so many blocks are."""
-        return max(1, grid // self.ranks)
-
     def shared_bytes(self, grid: int) -> int:
         """Return the dynamic shared memory of a block in a launch of so many, in bytes."""
         bars = 2 * (self.windows + (self.x_slots if self.consumers == 2 else 0))
-        cuts = self.clusters(grid) + 1 if self.consumers == 2 else 0
+        cuts = grid + 1 if self.consumers == 2 else 0
         return self.windows * (128 * 128 + 1024) + self.x_slots * 128 * self.columns + 8 * bars + 4 * cuts
 
     def source(self, grid: int) -> str:
@@ -96,7 +88,6 @@ class Configuration:
         macros = {
             "NT": self.columns,
             "CONSUMERS": self.consumers,
-            "RANKS": self.ranks,
             "SWAP": int(self.swap),
             "WINDOWS": self.windows,
             "TEAM": self.team,
@@ -105,7 +96,7 @@ class Configuration:
             "UNSCATTER": int(self.unscatter),
             "CONSUMER_REGISTERS": self.registers[0],
             "PRODUCER_REGISTERS": self.registers[1],
-            "GRID": self.clusters(grid),
+            "GRID": grid,
             "BF16": int(self.bfloat16),
         }
         columns = 128 if self.swap else self.columns if self.columns <= 192 else self.columns // 2
@@ -183,7 +174,7 @@ def blocks(device: torch.device) -> int:
 @functools.cache
 def _kernel(chosen: Configuration, grid: int) -> jit.Kernel:
     cuts = "cuts& " if chosen.consumers == 1 else ""
-    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles all_units successors_wait"
+    takes = f"words* offsets* {cuts}x& bias* y* sums* left* ticket:8 n m k_blocks tiles_of_w all_tiles successors_wait"
     shared_bytes = chosen.shared_bytes(grid)
     return jit.Kernel("tiled_csl_spmm", chosen.source(grid), takes, chosen.threads, shared_bytes, overlaps=True)
 
@@ -209,7 +200,7 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, bias, *rest: _cuda(x, words, offsets, bias.to(x.dtype), *rest)
-    kernel = _kernel_for(n, x.device, x.dtype, value_dtype)
+    kernel = _kernel_for(n, x.device, x.dtype, value_dtype, most_rows(packed))
     if kernel is None:
         return _decoding
     return (_multiplying if kernel == "tiled_csl_spmm" else tiled_csl_mma.multiplying)(out, x, packed, bias)
@@ -218,10 +209,20 @@ def _plan(
 _cuda = Planned(_plan)
 
 
-def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
-    """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
+def most_rows(packed: tiled_csl.TiledCSL) -> int:
+    """Return how many rows of x the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster. It takes most of weights with few words, as long
+    as x, which every row block reads again, stays in the L2 cache."""
+    if packed.words.numel() > _FEW_WORDS * packed.rows * packed.cols:
+        return MOST_ROWS
+    return max(MOST_ROWS, _MOST_X_BYTES // (packed.dtype.itemsize * max(1, packed.cols)))
+
+
+def _kernel_for(
+    n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, most: int = MOST_ROWS
+) -> str | None:
+    """Return which kernel takes n rows of x, or None for decoding and cuBLAS; the one for sm_90 takes `most`."""
     kernel = arch.kernel_for("tiled_csl_spmm", device)
-    most = MOST_ROWS if kernel == "tiled_csl_spmm" else MMA_MOST_ROWS
+    most = most if kernel == "tiled_csl_spmm" else MMA_MOST_ROWS
     return kernel if dtype == value_dtype and n <= most else None
 
 
@@ -231,17 +232,12 @@ def _multiplying(out: Tensor, x: Tensor, packed: tiled_csl.TiledCSL, bias: Tenso
     n, rows, cols, grid = len(flat), packed.rows, packed.cols, blocks(x.device)
     chosen, kernel = _planned(n, packed.words.numel(), rows, cols, packed.dtype, grid)
     reads_cuts = chosen.consumers == 1  # else equal numbers of tiles
-    ranks, clusters = chosen.ranks, chosen.clusters(grid)
-    scratch = split_sum.scratch(
-        x.device, clusters, ranks * chosen.consumers, ranks * tiled_csl.TILE_ROWS, chosen.columns
-    )
-    of_x, tiles = jit.TensorMaps(flat, chosen.columns // ranks, 64).__getitem__, packed.offsets.numel() - 1
-    k_blocks = -(-cols // tiled_csl.TILE_COLS)
-    units = -(-tiles // k_blocks // ranks) * k_blocks
-    numbers = n, rows, k_blocks, tiles, units * -(-n // chosen.columns)
+    scratch = split_sum.scratch(x.device, grid, chosen.consumers, tiled_csl.TILE_ROWS, chosen.columns)
+    of_x, tiles = jit.TensorMaps(flat, chosen.columns, 64).__getitem__, packed.offsets.numel() - 1
+    numbers = n, rows, -(-cols // tiled_csl.TILE_COLS), tiles, tiles * -(-n // chosen.columns)
     optional = [*([VARIES] if reads_cuts else []), VARIES, 0 if bias is None else VARIES]
     args = VARIES, VARIES, *optional, VARIES, VARIES, VARIES, VARIES, *numbers, VARIES
-    launch = Launch(kernel, x.device, clusters * ranks, args)
+    launch = Launch(kernel, x.device, grid, args)
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, bias: Tensor | None, *_) -> Tensor:
         x, y = align(x), jit.empty_like(out)
@@ -302,12 +298,12 @@ def _(x, words, offsets, bias, rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> Path:
-    """Return which implementation serves n rows of x of a dtype on a device."""
+def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1, most: int = MOST_ROWS) -> Path:
+    """Return which implementation serves n rows of x of a dtype on a device, for a weight of which the kernel for sm_90 takes `most` (`most_rows`)."""
     why = jit.why_not(device)
     if why is not None:
         return Path("tiled_csl_spmm", device.type, why)
-    kernel = _kernel_for(n, device, dtype, value_dtype)
+    kernel = _kernel_for(n, device, dtype, value_dtype, most)
     return Path(kernel, "cuda") if kernel else Path("tiled_csl_decode", "cuda", decodes=True)
 
 
