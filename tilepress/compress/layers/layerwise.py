@@ -263,7 +263,7 @@ class LayerByLayer:
                     continue
                 if stored is None:
                     raise UsageError(f"the model's {full} is not in the checkpoint", _WITHOUT)
-                tensor = self.checkpoint.dense(self.checkpoint.weights[stored], self.device)
+                tensor = self.checkpoint.dense(self.checkpoint.weights[stored])
                 if tensor.shape != old.shape:
                     raise TilepressError(
                         f"{stored} is {list(tensor.shape)}, the model's is {list(old.shape)}",
@@ -275,6 +275,8 @@ class LayerByLayer:
                     for part in parts:  # one at a time: together they would be the tensor once more
                         tensor.view(-1)[first : first + len(part)] = part
                         first += len(part)
+                else:
+                    tensor = tensor.to(self.device)
                 kind[name] = nn.Parameter(tensor, requires_grad=False) if kind is module._parameters else tensor
 
 
