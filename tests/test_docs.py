@@ -34,6 +34,7 @@ SMALL = {  # what a command gets in addition: the last of two equal flags counts
 QUICK = {  # a word of a command that takes long, and what stands for it; others of our tests run it as it is
     "--sweep": "--sparsity 0.5 --method wanda --eval-dataset short.jsonl",
     "--allocation": "--allocation uniform",
+    "--refit": "--refit 0",
     "admm": "--method wanda",
     "sparsegpt": "--method wanda",
     "--blocks": "--dry-run",

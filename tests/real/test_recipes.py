@@ -27,6 +27,8 @@ def quality():
     spec = importlib.util.spec_from_file_location("quality", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name, steps in module.RECIPES.items():  # a CPU would train for half an hour
+        module.RECIPES[name] = tuple(step.replace("--refit 100", "--refit 3") for step in steps)
     return module
 
 
