@@ -76,6 +76,9 @@ def test_who_serves_what(monkeypatch, capability):
     both = UnlikeForms(form, KVFormat(128))
     assert "decode_attention_mma kernel" in str(decode_attention.path(CUDA, both))
     for op in (kv_read, rope_append, kv_cache):
+        assert str(op.path(CUDA, both)).endswith(f" reference ({both.name}) on cuda ({kv_cache.UNLIKE})")
+    monkeypatch.setattr(kv_cache, "UNLIKE", None)
+    for op in (kv_read, rope_append, kv_cache):
         assert str(op.path(CUDA, both)).endswith(f" kernel ({both.name}) on cuda")
 
 

@@ -26,10 +26,7 @@ def kv(
         ),
     ] = None,
     alike: Annotated[
-        bool,
-        typer.Option(
-            "--alike", help="One form for a layer's keys and values, as the fastest kernel takes it (--bits auto)."
-        ),
+        bool, typer.Option("--alike", help="One form for a layer's keys and values, as kernels take it (--bits auto).")
     ] = False,
     group_size: Annotated[
         int | None,
@@ -121,6 +118,9 @@ def _forms_text(told: dict) -> str:
     ]
     title = f"  attention cache: {told['format']}, budget {told['budget']:g}"
     text = table(title, ["keys", "values", "layers", "output error, at most"], rows)
+    unlike = sum(len(errors) for (key, value), errors in layers.items() if key != value)
+    if unlike:
+        text += f"\n\n  {unlike} layers have unlike keys and values, which no kernel takes yet: on a card references read them (--alike avoids it)"
     return text
 
 

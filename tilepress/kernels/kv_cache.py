@@ -35,6 +35,8 @@ CALIBRATION = "key_channels", "value_channels", "key_fixed", "value_fixed"  # te
 _SIDE = "Tensor? {0}_channels, Tensor? {0}_fixed, float {0}_clip"
 # 0 bits: values are stored as keys are.
 VALUE_FORM = "int value_bits=0, int value_group_size=0, bool value_static=False"
+# Why references append and read where keys and values have unlike forms; None: kernels do, which compile and wait for a card that compares all of them.
+UNLIKE: str | None = "keys and values of unlike forms, whose kernel waits for a comparison on a card"
 QUANTIZATION = (
     f"{_SIDE.format('key')}, {_SIDE.format('value')}, int bits, int group_size, bool static, bool rotate, int refits, "
     f"{VALUE_FORM}, Tensor? key_feedback=None"
@@ -128,6 +130,8 @@ class Quantization(NamedTuple):
 
     def suits_kernels(self, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
         """Return whether arguments, already checked, lie as kv_rows.cuh reads and writes them, on a card with kernels."""
+        if UNLIKE and is_unlike(self):
+            return False
         return (
             jit.why_not(pages.device) is None
             and key.dtype == value.dtype
@@ -190,6 +194,12 @@ def forms_for(
             raise ValueError("the values' groups or static scales were given without value_bits")
         return key
     return forms_of(key, KVFormat(dim, value_bits, value_group_size, value_static))
+
+
+def is_unlike(arguments) -> bool:
+    """Return whether an op's arguments give values another form than keys."""
+    keys = arguments.bits, arguments.group_size, arguments.static
+    return arguments.value_bits > 0 and value_form(arguments) != keys
 
 
 def value_form(arguments) -> tuple[int, int, bool]:
@@ -302,7 +312,13 @@ def _(pages, *_):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_append", device.type, jit.why_not(device), unlike_name(form))
+    return Path("kv_append", device.type, why_not(device, form), unlike_name(form))
+
+
+def why_not(device: torch.device, form: Forms | None) -> str | None:
+    """Return why the reference appends or reads back ("" for the CPU), or None where a kernel does; without a form, of any that kernels take."""
+    why = jit.why_not(device)
+    return UNLIKE if why is None and unlike_name(form) else why
 
 
 def unlike_name(form: Forms | None) -> str:

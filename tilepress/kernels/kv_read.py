@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms, KVFormat, fake_quantize, from_channels
 from tilepress.formats.kv_pages import check_pages, page_tokens, read_pages
-from tilepress.kernels import jit, library
+from tilepress.kernels import jit, kv_cache, library
 from tilepress.kernels.arch import Path
 from tilepress.kernels.jit import VARIES, Launch
 from tilepress.kernels.kv_cache import (
@@ -26,11 +26,13 @@ from tilepress.kernels.kv_cache import (
     calibration_suits_kernels,
     check_calibration,
     forms_for,
+    is_unlike,
     norm_of,
     row_macros,
     unlike_name,
     value_form,
     values_of,
+    why_not,
 )
 from tilepress.kernels.once import Planned, gathering
 
@@ -100,6 +102,7 @@ class _Read(NamedTuple):
         """
         return (
             jit.why_not(self.pages.device) is None
+            and not (kv_cache.UNLIKE and is_unlike(self))
             and self.out_dtype in KINDS
             and self.block_table.dtype == self.seq_lens.dtype == torch.int32
             and self.pages.is_contiguous()
@@ -204,4 +207,4 @@ def rounded(
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("kv_read", device.type, jit.why_not(device), unlike_name(form))
+    return Path("kv_read", device.type, why_not(device, form), unlike_name(form))

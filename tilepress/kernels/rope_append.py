@@ -40,6 +40,7 @@ from tilepress.kernels.kv_cache import (
     is_in_rows,
     row_macros,
     unlike_name,
+    why_not,
 )
 from tilepress.kernels.once import Planned, gathering
 
@@ -265,4 +266,4 @@ def _(pages, query, *_):
 
 def path(device: torch.device, form: Forms | None = None) -> Path:
     """Return which implementation serves a device."""
-    return Path("rope_append", device.type, jit.why_not(device), unlike_name(form))
+    return Path("rope_append", device.type, why_not(device, form), unlike_name(form))
