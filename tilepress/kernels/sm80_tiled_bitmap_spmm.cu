@@ -4,7 +4,7 @@
 // A block walks through units of W: the tiles, 128 rows and 128 columns each, of PAIRS row blocks, one below the other.
 // STAGES of them stand in shared memory, each with 128 columns of x, and all but the one that is multiplied are on
 // their way. A warp has 32 rows of a tile: a lane reads the values of its runs straight into the registers that
-// mma.sync takes as operand A, which are those of wgmma; ldmatrix reads x as operand B, once for all of the warp's rows.
+// mma.sync takes as operand A, which are those of wgmma; ldmatrix reads x as operand B, once for all of a warp's rows.
 // Several blocks of a multiprocessor hide each other's waits.
 //
 //   global --cp.async--> tile, x in a stage --LDS, LDSM--> A, B --mma.sync--> accumulators --> y
