@@ -27,7 +27,7 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles tile_bytes slot_count successors_wait"
+_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
@@ -116,6 +116,7 @@ class Plan(NamedTuple):
 
     kernel: jit.Kernel
     chosen: Configuration
+    walks: int  # over W, each for so many columns of y
     grid: int
     slots: int
 
@@ -158,7 +159,7 @@ def _room(blocks: int) -> int:
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """Blocks of a multiprocessor, and slots of each: as many blocks as have a few slots and tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
-        room = _room(blocks) - 4 * (multiprocessors * blocks + 1)
+        room = _room(blocks) - 4 * (max(multiprocessors * blocks, _MOST_WALKS) + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
         if blocks == 1 or (slots >= chosen.fewest_slots and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
@@ -169,11 +170,14 @@ def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocesso
 def _planned(
     n: int, tiles: int, tile_bytes: int, multiprocessors: int, dtype: torch.dtype, value_dtype: torch.dtype, group: int
 ) -> Plan:
-    columns = next(columns for columns in COLUMNS if n <= columns)
-    wide = columns == 128 and tiles >= _WIDE_TILES * multiprocessors
+    columns = next((columns for columns in COLUMNS if n <= columns), COLUMNS[-1])
+    walks = -(-n // columns)
+    wide = columns == 128 and tiles * walks >= _WIDE_TILES * multiprocessors
     chosen = Configuration(columns, 2 if wide else 1, dtype, value_dtype, group)
-    blocks, slots = blocks_for(chosen, tiles, tile_bytes, multiprocessors)
-    return Plan(_kernel(chosen, _room(blocks)), chosen, multiprocessors * blocks, slots)
+    blocks, slots = blocks_for(chosen, tiles * walks, tile_bytes, multiprocessors)
+    grid = max(1, multiprocessors * blocks // walks) * walks
+    kernel = _kernel(chosen, _room(blocks))
+    return Plan(kernel, chosen, walks, grid, slots)
 
 
 @functools.cache
@@ -240,12 +244,12 @@ def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | Non
         """The launch, the maps of x, the memory for sums, and the number of blocks whose runs of tiles the kernel reads, if it does."""
         plan = _planned(n, tiles, tile_bytes, multiprocessors, x.dtype, dtype, group)
         columns, pairs = plan.chosen.columns, plan.chosen.pairs
-        reads_runs = pairs == 1  # else equal numbers of units
+        reads_runs = plan.walks == pairs == 1  # else equal numbers of units
         optional = [0 if t is None else VARIES for t in (packed.scale, bias)]
         units = -(-tiles // k_blocks // pairs) * k_blocks
         args = (
             *(VARIES, VARIES, VARIES if reads_runs else 0, VARIES, *optional, VARIES, VARIES, VARIES, VARIES),
-            *(n, rows, k_blocks, units, tiles, tile_bytes, plan.slots, VARIES),
+            *(n, rows, k_blocks, units, tiles, plan.walks, tile_bytes, plan.slots, VARIES),
         )
         launch = Launch(plan.kernel, device, plan.grid, args)
         scratch = split_sum.scratch(device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)
