@@ -1,8 +1,8 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to 128 rows of x, one of sm90_tiled_bitmap_prefill.cu more (tiled_bitmap_prefill.py). For x
-of another dtype than W's, and on other cards from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by
-cuBLAS. The reference decodes the whole weight once a call, on any device; a card runs it for scales that are not of 16 bits.
+On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x. For more, for x of another dtype than W's, and on other cards
+from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole
+weight once a call, on any device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -27,8 +27,11 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
+# Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
+MOST_ROWS = {1: 1536, 2: 2048}
 _TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
 _MOST_SLOTS, _MOST_BLOCKS = 12, 3
+_MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _TILE_COST = 768  # of a tile's products, in 16 bytes
@@ -205,10 +208,9 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
-    served_by = _kernel_for(n, x.device, x.dtype, packed.weight_dtype)
-    if served_by is None:
+    if not _uses_kernel(n, x.device, x.dtype, packed.weight_dtype, group):
         return _decoding
-    if served_by == "tiled_bitmap_prefill":
+    if n > COLUMNS[-1]:
         return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     return _multiplying(out, x, packed, bias)
 
@@ -224,12 +226,10 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
         raise ValueError(f"{packed.dtype} values in groups of {packed.group}, scale {packed.scale is not None}")
 
 
-def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype) -> str | None:
-    """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
-    kernel = arch.kernel_for("tiled_bitmap_spmm", device)
-    if kernel is None or dtype != weight_dtype:
-        return None
-    return kernel if n <= COLUMNS[-1] else "tiled_bitmap_prefill"
+def _uses_kernel(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> bool:
+    """Return whether one launch takes n rows of x, or decoding and cuBLAS do."""
+    is_here = arch.kernel_for("tiled_bitmap_spmm", device) is not None
+    return is_here and dtype == weight_dtype and n <= MOST_ROWS[group]
 
 
 def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Callable:
@@ -305,8 +305,9 @@ def path(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, n:
     why = jit.why_not(device)
     if why is not None or weight_dtype not in tiled_bitmap.SCALE_DTYPES:
         return Path("tiled_bitmap_spmm", device.type, why or "")
-    kernel = _kernel_for(n, device, dtype, weight_dtype)
-    return Path(kernel, "cuda") if kernel else Path("tiled_bitmap_decode", "cuda", decodes=True)
+    if _uses_kernel(n, device, dtype, weight_dtype, group):
+        return Path("tiled_bitmap_spmm", "cuda")
+    return Path("tiled_bitmap_decode", "cuda", decodes=True)
 
 
 tiled_bitmap_spmm = torch.ops.tilepress.tiled_bitmap_spmm
