@@ -11,7 +11,15 @@ from support.stub_card import kept
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TiledBitmap
-from tilepress.kernels import arch, jit, packed as packed_ops, tiled_bitmap_decode, tiled_bitmap_spmm
+from tilepress.kernels import (
+    arch,
+    jit,
+    packed as packed_ops,
+    tiled_bitmap_decode,
+    tiled_bitmap_prefill,
+    tiled_bitmap_spmm,
+)
+from tilepress.kernels.once import forget_plans
 from tilepress.kernels.tiled_bitmap_spmm import COLUMNS, Configuration, blocks_for
 from tilepress.runtime.linear.sparse import TiledBitmapLinear
 
@@ -174,11 +182,20 @@ def test_what_the_kernel_gets(monkeypatch, n, columns, walks):
 # On a card
 
 
+@pytest.fixture
+def by_walks(monkeypatch):
+    """Leave the kernel for many rows out: this one walks through W several times, or W is decoded."""
+    monkeypatch.setattr(tiled_bitmap_prefill, "serves", lambda *_: False)
+    forget_plans()
+    yield
+    forget_plans()
+
+
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300, 1000])
-def test_every_configuration_is_right_and_deterministic(n, kind):
+def test_every_configuration_is_right_and_deterministic(by_walks, n, kind):
     """More tiles than blocks, row blocks that several blocks share; the output is poisoned by what the allocator gives back."""
     for sparsity in (0.0, 0.5, 0.8, 0.97):
         args, weight = arguments(4200, 2500, (n,), sparsity, kind, True, "cuda")
@@ -196,7 +213,7 @@ def test_every_configuration_is_right_and_deterministic(n, kind):
 @pytest.mark.parametrize("pairs", [1, 2])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("grid", [1, 3, 40])
-def test_few_blocks_use_their_slots_again_and_again(monkeypatch, grid, columns, pairs, group):
+def test_few_blocks_use_their_slots_again_and_again(by_walks, monkeypatch, grid, columns, pairs, group):
     """1 block has 240 tiles; with 2 row blocks a unit the last unit is half empty; 40 blocks share row blocks among many, over several walks."""
     if pairs == 2 and columns < 128:
         pytest.skip("two row blocks are for 128 columns")
@@ -278,7 +295,7 @@ def test_graphs_replay_and_streams_do_not_meet(n):
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("n", [2500, 4000])
-def test_many_rows_decode(n):
+def test_many_rows_decode(by_walks, n):
     args, weight = arguments(2200, 1003, (n,), 0.8, (torch.float16, False, 1), True, "cuda")
     assert tiled_bitmap_spmm.path(args[0].device, torch.float16, torch.float16, n).decodes
     found, expected = ops.tiled_bitmap_spmm(*args), expected_of(args, weight)
@@ -288,15 +305,15 @@ def test_many_rows_decode(n):
 
 @pytest.mark.gpu
 @HOPPER
-@pytest.mark.parametrize("n", [16, 700])
-def test_one_launch_and_no_other_kernel(n):
+@pytest.mark.parametrize("n,kernel", [(16, "tiled_bitmap_spmm"), (700, "tiled_bitmap_prefill")])
+def test_one_launch_and_no_other_kernel(n, kernel):
     args, _ = arguments(1024, 1024, (n,), 0.6, (torch.float16, False, 1), True, "cuda")
     ops.tiled_bitmap_spmm(*args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         ops.tiled_bitmap_spmm(*args)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert names == ["tiled_bitmap_spmm"], names
+    assert names == [kernel], names
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
 On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x. For more, for x of another dtype than W's, and on other cards
-from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole
-weight once a call, on any device; a card runs it for scales that are not of 16 bits.
+from sm_80 on, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. Of 16-bit weights with a bit an element
+sm90_tiled_bitmap_prefill.cu takes many rows (tiled_bitmap_prefill.py). The reference decodes the whole weight once a call, on any device; a card runs it
+for scales that are not of 16 bits.
 """
 
 import functools
@@ -208,10 +209,10 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
+    if tiled_bitmap_prefill.serves(n, x.device, x.dtype, packed):
+        return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     if not _uses_kernel(n, x.device, x.dtype, packed.weight_dtype, group):
         return _decoding
-    if n > COLUMNS[-1]:
-        return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     return _multiplying(out, x, packed, bias)
 
 
