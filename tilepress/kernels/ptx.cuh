@@ -126,7 +126,8 @@ __device__ __forceinline__ void tma_2d(u32 to, const void* map, int column, int 
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
-// To the same place in each of the cluster's blocks that a bit of `blocks` stands for; completes on each one's mbarrier.
+// To the same place in each of the cluster's blocks that a bit of `blocks` stands for; completes on each one's
+// mbarrier.
 __device__ __forceinline__ void tma_2d_to_all(u32 to, const void* map, int column, int row, u32 bar, int blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "

@@ -1,14 +1,15 @@
 // y[n, M] = x[n, K] W[M, K]^T + bias, W as tiled bitmap (formats/tiled_bitmap.py), for many rows of x, on the tensor
 // cores of sm_90a.
 //
-// Two blocks on neighbouring multiprocessors, a cluster, walk through units of W: two tiles of 128 rows and 128 columns,
-// one below the other, one for each block. Both need the same part of x: each copies half of it, to both of them, so that
-// x comes from the L2 cache once for 256 rows of W. A block's warps have roles and hand over by mbarriers:
+// Two blocks on neighbouring multiprocessors, a cluster, walk through units of W: two tiles of 128 rows and 128
+// columns, one below the other, one for each block. Both need the same part of x: each copies half of it, to both of
+// them, so that x comes from the L2 cache once for 256 rows of W. A block's warps have roles and hand over by
+// mbarriers:
 //
 //   words      a tile in global memory --bulk copy--> a slot in shared memory
 //   x          64 columns of x, half of the rows --TMA, multicast--> the same slot of both blocks
-//   consumers  two warpgroups, 64 rows of W each: values in a tile's slot --LDS--> operand A in registers, x in its slot
-//              as operand B --wgmma--> accumulators of NT columns --> y
+//   consumers  two warpgroups, 64 rows of W each: values in a tile's slot --LDS--> operand A in registers, x in its
+//              slot as operand B --wgmma--> accumulators of NT columns --> y
 //
 // With accumulators of 256 columns a tile's values are read once for 256 rows of x: reading them is what
 // sm90_tiled_bitmap_spmm.cu, which has at most 128, is limited by. While wgmma multiplies one half of a tile, a
@@ -64,7 +65,7 @@ __device__ __forceinline__ void load_words(const uint4* words, const int* offset
   for (int unit = run.end; unit-- > run.begin;) {
     const bool is_there = tile >= 0;
     const int begin = first, count = end - first;
-    if (unit > run.begin) {                                // the next one's place, on its way while a slot is waited for
+    if (unit > run.begin) {                                // the next one's place, asked for while a slot is waited for
       if (unit - 1 < block * w.k_blocks) --block;
       tile = w.tile(block, unit - 1, rank);
       if (tile >= 0) { first = __ldg(offsets + tile); end = __ldg(offsets + tile + 1); }

@@ -80,8 +80,7 @@ class TiledCSLLinear(SparseLinear):
         )
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
-        most = tiled_csl_spmm.most_rows(self.packed)
-        return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n, most)
+        return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n)
 
 
 class TiledBitmapLinear(SparseLinear):
