@@ -14,12 +14,38 @@ from support.stub_card import kept
 
 from tilepress.formats import tiled_bitmap
 from tilepress.formats.tiled_bitmap import TiledBitmap
-from tilepress.kernels import arch, jit, tiled_bitmap_prefill, tiled_bitmap_spmm
+from tilepress.kernels import arch, jit, tiled_bitmap_prefill
 from tilepress.kernels.once import forget_plans
 from tilepress.kernels.tiled_bitmap_prefill import COLUMNS, Configuration, Plan, plan, slots_for
 
 ops = torch.ops.tilepress
-MANY = tiled_bitmap_spmm.COLUMNS[-1] + 1  # rows of x from which on this kernel serves
+MANY = tiled_bitmap_prefill.FEWEST_ROWS
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Have the kernel serve whatever it can, timed or not."""
+    monkeypatch.setattr(tiled_bitmap_prefill, "serves", lambda n, *rest: n >= MANY)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def test_it_serves_what_was_timed(monkeypatch):
+    monkeypatch.setattr(jit, "why_not", lambda device: None)
+    pretend(monkeypatch, (9, 0))
+    bf16, fp16 = torch.bfloat16, torch.float16
+
+    def serves(n, cols, dtype=bf16, value_dtype=bf16, group=1, scale=None):
+        packed = TiledBitmap(torch.empty(0), torch.empty(0), 256, cols, value_dtype, group, scale)
+        return tiled_bitmap_prefill.serves(n, CUDA, dtype, packed)
+
+    assert serves(MANY, 4096) and serves(2048, 4096) and serves(512, 14336) and serves(300, 64, fp16, fp16)
+    assert not any([serves(128, 4096), serves(2049, 4096), serves(1024, 14336), serves(300, 4096, fp16)])
+    assert not serves(300, 4096, group=2) and not serves(300, 4096, value_dtype=torch.int8, scale=torch.empty(256))
+    pretend(monkeypatch, (10, 0))
+    assert not serves(300, 4096)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 114, 132])
@@ -83,7 +109,7 @@ def test_what_the_kernel_gets(monkeypatch, rows, blocks):
 @HOPPER
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [MANY, 192, 193, 256, 500, 1024, 2048])
-def test_every_configuration_is_right_and_deterministic(n, kind):
+def test_every_configuration_is_right_and_deterministic(always, n, kind):
     """An odd number of row blocks, which clusters share; the output is poisoned by what the allocator gives back."""
     for sparsity in (0.0, 0.5, 0.8, 0.97):
         args, weight = arguments(4200, 2500, (n,), sparsity, kind, True, "cuda")
@@ -99,7 +125,7 @@ def test_every_configuration_is_right_and_deterministic(n, kind):
 @HOPPER
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("clusters", [1, 3, 40])
-def test_few_clusters_use_their_slots_again_and_again(monkeypatch, clusters, columns):
+def test_few_clusters_use_their_slots_again_and_again(always, monkeypatch, clusters, columns):
     """1 cluster has 120 units, the last 20 of them with one tile; 40 share row blocks among many, over several walks."""
     for sparsity, group in ((0.0, 1), (0.6, 1), (0.6, 2), (0.95, 2)):
         for n in (MANY, columns, 2 * columns + 5):
@@ -116,7 +142,7 @@ def test_few_clusters_use_their_slots_again_and_again(monkeypatch, clusters, col
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("rows,cols", [(1, 1), (128, 64), (129, 200), (64, 5000)])
-def test_weights_of_few_tiles(rows, cols):
+def test_weights_of_few_tiles(always, rows, cols):
     """Most clusters have nothing to do, and blocks of a cluster may have no tile."""
     args, weight = arguments(rows, cols, (300,), 0.5, (torch.bfloat16, False, 1), True, "cuda")
     assert_right(ops.tiled_bitmap_spmm(*args), args, weight)

@@ -58,7 +58,7 @@ struct Size {  // of W: units of a row, blocks of two rows of tiles, which are n
 struct Share { int begin, end; };             // a cluster's units
 
 __device__ __forceinline__ void load_words(const uint4* words, const int* offsets, const Ring& tiles, const Share& run,
-                                           const Size& w, int rank, bool again) {
+                                           const Size& w, int rank) {
   Position at;
   int block = (run.end - 1) / w.k_blocks, tile = w.tile(block, run.end - 1, rank), first = 0, end = 0;
   if (tile >= 0) { first = __ldg(offsets + tile); end = __ldg(offsets + tile + 1); }
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_words(const uint4* words, const int* offset
     if (!is_there) continue;
     tiles.wait_empty(at);
     expect(tiles.full + 8 * at.slot, count * 16);
-    bulk_copy(tiles.slot(at), words + begin, count * 16, tiles.full + 8 * at.slot, again);
+    bulk_copy(tiles.slot(at), words + begin, count * 16, tiles.full + 8 * at.slot, true);
     at.next(tiles.count);
   }
 }
@@ -230,7 +230,7 @@ tiled_bitmap_prefill(const uint4* words,            // the weight's words, of 16
   } else {
     give_registers<LOADER_REGISTERS>();
     if (threadIdx.x == WORDS * 32) {
-      if (run.end > run.begin) load_words(words, offsets, held, run, w, rank, walks > 1);
+      if (run.end > run.begin) load_words(words, offsets, held, run, w, rank);
     } else if (threadIdx.x == X * 32) {
       wait_for_grid();
       if (run.end > run.begin) load_x(&x, xs, run, w, rank);

@@ -1,5 +1,4 @@
-// y[n, M] = x[n, K] W[M, K]^T + bias, W as tiled bitmap (formats/tiled_bitmap.py), on the tensor cores of sm_90a, for
-// up to NT rows of x. More of them: sm90_tiled_bitmap_prefill.cu.
+// y[n, M] = x[n, K] W[M, K]^T + bias, W as tiled bitmap (formats/tiled_bitmap.py), on the tensor cores of sm_90a.
 //
 // A block walks through units of W: the tiles, 128 rows and 128 columns each, of PAIRS row blocks, one below the other.
 // Its warps have roles and hand over by mbarriers:
@@ -12,8 +11,10 @@
 // While wgmma multiplies PART steps of a tile, a warpgroup reads the values of the next ones. Up to 64 columns, several
 // blocks share a multiprocessor.
 //
-// Of the units a block takes cuts[b] .. cuts[b + 1], equal shares of work, or, without cuts, of units; sums that blocks
-// share are those of split_sum.cuh.
+// W is walked through once for every NT columns of y. Of a walk's units a block takes cuts[b] .. cuts[b + 1], equal
+// shares of work, or, without cuts, of units; sums that blocks share are those of split_sum.cuh. With several walks,
+// neighbouring blocks take the same units in different ones at about the same time, and all but one find W in the L2
+// cache. Blocks are numbered by walks, and in a walk by units: `number` below.
 //
 // Words, offsets and cuts are read before earlier kernels of the stream have ended: they must not be what a kernel
 // writes that may still be running.
@@ -37,12 +38,13 @@ struct Slots {  // of shared memory: x, tiles, mbarriers
   int count;
 };
 
-struct Size {  // of W: units of a row, which is PAIRS rows of tiles, and tiles
-  int k_blocks, tiles;
+struct Size {  // of W: units of a row, blocks of PAIRS rows of tiles, which are numbered through all walks, tiles
+  int k_blocks, blocks, tiles; bool one_walk;
 
+  __device__ int walk(int block) const { return one_walk ? 0 : block / blocks; }
   // Of a unit in a block, or -1 for the row block that is not there.
   __device__ int tile(int block, int unit, int pair) const {
-    const int tile = (block * PAIRS + pair) * k_blocks + unit - block * k_blocks;
+    const int tile = ((block - walk(block) * blocks) * PAIRS + pair) * k_blocks + unit - block * k_blocks;
     return tile < tiles ? tile : -1;
   }
 };
@@ -62,7 +64,7 @@ struct Extent {  // of a tile among the words
 // Words of as many units as there are slots are asked for before earlier kernels have ended, x of them then, all others
 // as slots become empty.
 __device__ __forceinline__ void load(const uint4* words, const int* offsets, const TensorMap* x, const Slots& slots,
-                                     const Share& run, const Size& w) {
+                                     const Share& run, const Size& w, bool again) {
   const int begin = run.begin, end = run.end;
   Position at;
   int of_words = (end - 1) / w.k_blocks, of_x = of_words;  // blocks, counted: divisions would hold copies up
@@ -86,16 +88,16 @@ __device__ __forceinline__ void load(const uint4* words, const int* offsets, con
     for (int p = 0; p < PAIRS; ++p) {
       if (now[p].count)
         bulk_copy(slots.tiles + (at.slot * PAIRS + p) * slots.tile_bytes, words + now[p].first, now[p].count * 16, full,
-                  false);
+                  again);
       now[p] = later[p];
     }
   };
   const auto copy_x = [&](int unit, int slot) {
     if (unit < of_x * w.k_blocks) --of_x;
-    const int column = (unit - of_x * w.k_blocks) * 128;
+    const int column = (unit - of_x * w.k_blocks) * 128, row = w.walk(of_x) * NT;
     const u32 to = slots.x + slot * X_BYTES, full = slots.full + 8 * slot;
-    tma_2d(to, x, column, 0, full);
-    tma_2d(to + X_BYTES / 2, x, column + 64, 0, full);
+    tma_2d(to, x, column, row, full);
+    tma_2d(to + X_BYTES / 2, x, column + 64, row, full);
   };
   int unit = end;
   for (; unit > begin && end - unit < slots.count; at.next(slots.count)) copy_words(--unit);
@@ -124,10 +126,10 @@ __device__ __forceinline__ void multiply(float (&acc)[NT / 2], u32 (&a)[2][PART]
 }
 
 template <class F>
-__device__ __forceinline__ void consume(const Slots& slots, const Parts& parts, F cut, const u16* scale,
+__device__ __forceinline__ void consume(const Slots& slots, const Parts& parts, int number, F cut, const u16* scale,
                                         const u16* bias, u16* y, int n, int m, const Size& w) {
-  const int number = blockIdx.x, warp = threadIdx.x / 32 % 8, pair = parts.mine / 2, lane = threadIdx.x % 32,
-            begin = cut(number), end = cut(number + 1);
+  const int warp = threadIdx.x / 32 % 8, pair = parts.mine / 2, lane = threadIdx.x % 32, begin = cut(number),
+            end = cut(number + 1);
   Position at;
   int block = (end - 1) / w.k_blocks;
   for (int unit = end; unit > begin; --block) {
@@ -157,11 +159,12 @@ __device__ __forceinline__ void consume(const Slots& slots, const Parts& parts, 
     if (lane == 0) arrive(before);
     if (has_end) {
       if (stop > start) parts.add(acc, start, number, cut, GROUP_BARRIER + parts.mine);
-      const int row = (block * PAIRS + pair) * ROWS + warp * 16, mine = row + lane / 4;
+      const int walk = w.walk(block), column = walk * NT;
+      const int row = ((block - walk * w.blocks) * PAIRS + pair) * ROWS + warp * 16, mine = row + lane / 4;
       const float b = bias_of(bias, mine, m), below = bias_of(bias, mine + 8, m);
       const float s = INT8 ? bias_of(scale, mine, m) * INT8_FACTOR : 1.f,
                   below_s = INT8 ? bias_of(scale, mine + 8, m) * INT8_FACTOR : 1.f;
-      write_m64(acc, row, y, n, m, [=](float sum, bool is_below, int) {
+      write_m64(acc, row, y + (u64)column * m, n - column, m, [=](float sum, bool is_below, int) {
         if (INT8) sum *= is_below ? below_s : s;
         return sum + (is_below ? below : b);
       });
@@ -184,18 +187,21 @@ tiled_bitmap_spmm(const uint4* words,               // the weight's words, of 16
                   float* sums,                      // float32 [blocks, PAIRS * 128 * NT]: parts of sums
                   u64* left,                        // uint64 [blocks, 2 PAIRS]: whose parts are there
                   u64 ticket,
-                  int n, int m, int k_blocks, int units, int tiles, int tile_bytes, int slot_count,
+                  int n, int m, int k_blocks, int units, int tiles, int walks, int tile_bytes, int slot_count,
                   int successors_wait) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 base = shared_address(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const Size w = {k_blocks, tiles};
+  const Size w = {k_blocks, (m + PAIRS * ROWS - 1) / (PAIRS * ROWS), tiles, walks == 1};
+  const int blocks = w.one_walk ? gridDim.x : gridDim.x / walks;           // of a walk
+  const int number = w.one_walk ? blockIdx.x : blockIdx.x % walks * blocks + blockIdx.x / walks;
   Slots slots;
   slots.count = slot_count; slots.tile_bytes = tile_bytes;
   slots.x = base; slots.tiles = base + slot_count * X_BYTES;
   slots.full = slots.tiles + slot_count * PAIRS * tile_bytes; slots.empty = slots.full + 8 * slot_count;
-  const int blocks = gridDim.x;
-  const auto equal = [=](int i) -> int { return i * (units / blocks) + min(i, units % blocks); };
+  const auto equal = [=](int i) -> int {
+    return i / blocks * units + i % blocks * (units / blocks) + min(i % blocks, units % blocks);
+  };
   if (successors_wait) launch_dependents();
   if (warp < CONSUMERS) {
     int* cuts = (int*)(shared + (slots.empty + 8 * slot_count - base));
@@ -204,13 +210,13 @@ tiled_bitmap_spmm(const uint4* words,               // the weight's words, of 16
     take_registers<CONSUMER_REGISTERS>();
     wait_for_grid(!successors_wait);
     const Parts parts = {sums, left, ticket, CONSUMERS / 4, warp / 4};
-    consume(slots, parts, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
+    consume(slots, parts, number, [=](int b) { return cuts[b]; }, scale, bias, y, n, m, w);
   } else {
     // Its words are asked for as soon as it is there: nobody else is waited for.
     Share run;
     if (threadIdx.x == 32 * CONSUMERS) {
-      if (all_cuts) *(int4*)&run = __ldg((const int4*)(all_cuts + (gridDim.x + 4) / 4 * 4) + blockIdx.x);
-      else run = {equal(blockIdx.x), equal(blockIdx.x + 1), 0, -1};
+      if (all_cuts) *(int4*)&run = __ldg((const int4*)(all_cuts + (gridDim.x + 4) / 4 * 4) + number);
+      else run = {equal(number), equal(number + 1), 0, -1};
       for (int i = 0; i < slot_count; ++i) {
         bar_init(slots.full + 8 * i, 1);
         bar_init(slots.empty + 8 * i, CONSUMERS);
@@ -220,6 +226,6 @@ tiled_bitmap_spmm(const uint4* words,               // the weight's words, of 16
     __syncwarp();
     bar_arrive(0, WARPS * 32);
     give_registers<LOADER_REGISTERS>();
-    if (threadIdx.x == 32 * CONSUMERS && run.end > run.begin) load(words, offsets, &x, slots, run, w);
+    if (threadIdx.x == 32 * CONSUMERS && run.end > run.begin) load(words, offsets, &x, slots, run, w, walks > 1);
   }
 }

@@ -18,6 +18,8 @@ from tilepress.kernels.packed import aligning
 from tilepress.kernels.tiled_bitmap_decode import macros
 
 COLUMNS = (192, 256)  # of y that a cluster takes at once; x has them as rows
+FEWEST_ROWS = 129  # of x; fewer are one walk of the kernel for few
+_MOST_X_BYTES = 16 << 20  # of x in the L2 cache: of larger ones nothing was timed
 RANKS = 2  # blocks of a cluster, each with a row block
 _CONSUMERS = 2  # warpgroups of a block
 THREADS = 128 * (_CONSUMERS + 1)
@@ -42,6 +44,14 @@ class Configuration:
         product = ptx.wgmma(self.columns, "bf16" if self.dtype == torch.bfloat16 else "f16", from_registers=True)
         own |= macros(self.dtype, self.value_dtype, self.group)
         return jit.source("sm90_tiled_bitmap_prefill.cu", product, **own)
+
+
+def serves(n: int, device: torch.device, dtype: torch.dtype, packed: TiledBitmap) -> bool:
+    """Return whether the kernel takes n rows of x: where it was timed and is faster, that is of 16-bit values and a bit an element."""
+    is_known = dtype == packed.dtype and packed.group == 1
+    if not is_known or n < FEWEST_ROWS or n * packed.cols * dtype.itemsize > _MOST_X_BYTES:
+        return False
+    return jit.why_not(device) is None and arch.kernel_for("tiled_bitmap_prefill", device) is not None
 
 
 class Plan(NamedTuple):

@@ -1,9 +1,9 @@
 """y = x W^T + bias with W as a tiled bitmap: the op `tilepress::tiled_bitmap_spmm`, its reference and its CUDA kernels.
 
-On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to 128 rows of x, one of sm90_tiled_bitmap_prefill.cu more (tiled_bitmap_prefill.py); on
-other cards one of sm80_tiled_bitmap_spmm.cu up to MMA_MOST_ROWS (tiled_bitmap_mma.py). For more there, and for x of another dtype than W's, W is
-decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and multiplied by cuBLAS. The reference decodes the whole weight once a call, on any
-device; a card runs it for scales that are not of 16 bits.
+On sm_90 one launch of sm90_tiled_bitmap_spmm.cu serves up to MOST_ROWS rows of x, and for 16-bit values with a bit an element one of
+sm90_tiled_bitmap_prefill.cu many rows (tiled_bitmap_prefill.py); on other cards one of sm80_tiled_bitmap_spmm.cu serves up to MMA_MOST_ROWS
+(tiled_bitmap_mma.py). For more, and for x of another dtype than W's, W is decoded to dense (sm80_tiled_bitmap_decode.cu), some rows at a time, and
+multiplied by cuBLAS. The reference decodes the whole weight once a call, on any device; a card runs it for scales that are not of 16 bits.
 """
 
 import functools
@@ -28,11 +28,13 @@ library.define(
     "tiled_bitmap_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? scale, Tensor? bias, int rows, ScalarType value_dtype, int group) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 128)  # of y that a block of the kernel takes at once; x has them as rows
-# Rows of x that the kernel on mma.sync takes, by group: with more, decoding W and cuBLAS are faster.
-MMA_MOST_ROWS = {1: 256, 2: 256}
-_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles tile_bytes slot_count successors_wait"
+# Rows of x that the kernel for sm_90 takes, by group: with more, decoding W and cuBLAS are faster.
+MOST_ROWS = {1: 1536, 2: 2048}
+MMA_MOST_ROWS = {1: 256, 2: 256}  # the same of the kernel on mma.sync
+_TAKES = "words* offsets* all_cuts* x& scale* bias* y* sums* left* ticket:8 n m k_blocks units tiles walks tile_bytes slot_count successors_wait"
 _MOST_SLOTS = 12
 _MOST_BLOCKS = tiled_bitmap_mma.MOST_BLOCKS  # of a multiprocessor, of either kernel
+_MOST_WALKS = max(MOST_ROWS.values()) // COLUMNS[-1]
 _FEWEST_TILES = 3  # of a block: blocks that share a row block add up what the others have left
 _WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _TILE_COST = 768  # of a tile's products, in 16 bytes
@@ -120,6 +122,7 @@ class Plan(NamedTuple):
 
     kernel: jit.Kernel
     chosen: Configuration
+    walks: int  # over W, each for so many columns of y
     grid: int
     slots: int
 
@@ -162,7 +165,7 @@ def _room(blocks: int) -> int:
 def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """Blocks of a multiprocessor, and slots of each: as many blocks as have a few slots and tiles each."""
     for blocks in range(chosen.most_blocks, 0, -1):
-        room = _room(blocks) - 4 * (multiprocessors * blocks + 1)
+        room = _room(blocks) - 4 * (max(multiprocessors * blocks, _MOST_WALKS) + 1)
         slots = min(_MOST_SLOTS, room // chosen.slot_bytes(tile_bytes))
         if blocks == 1 or (slots >= chosen.fewest_slots and tiles >= _FEWEST_TILES * blocks * multiprocessors):
             break
@@ -173,11 +176,14 @@ def blocks_for(chosen: Configuration, tiles: int, tile_bytes: int, multiprocesso
 def _planned(
     n: int, tiles: int, tile_bytes: int, multiprocessors: int, dtype: torch.dtype, value_dtype: torch.dtype, group: int
 ) -> Plan:
-    columns = next(columns for columns in COLUMNS if n <= columns)
-    wide = columns == 128 and tiles >= _WIDE_TILES * multiprocessors
+    columns = next((columns for columns in COLUMNS if n <= columns), COLUMNS[-1])
+    walks = -(-n // columns)
+    wide = columns == 128 and tiles * walks >= _WIDE_TILES * multiprocessors
     chosen = Configuration(columns, 2 if wide else 1, dtype, value_dtype, group)
-    blocks, slots = blocks_for(chosen, tiles, tile_bytes, multiprocessors)
-    return Plan(_kernel(chosen, _room(blocks)), chosen, multiprocessors * blocks, slots)
+    blocks, slots = blocks_for(chosen, tiles * walks, tile_bytes, multiprocessors)
+    grid = max(1, multiprocessors * blocks // walks) * walks
+    kernel = _kernel(chosen, _room(blocks))
+    return Plan(kernel, chosen, walks, grid, slots)
 
 
 @functools.cache
@@ -205,11 +211,11 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, scale, bias, *rest: _cuda(x, words, offsets, scale, bias.to(x.dtype), *rest)
+    if tiled_bitmap_prefill.serves(n, x.device, x.dtype, packed):
+        return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     served_by = _kernel_for(n, x.device, x.dtype, packed.weight_dtype, group)
     if served_by is None:
         return _decoding
-    if served_by == "tiled_bitmap_prefill":
-        return tiled_bitmap_prefill.multiplying(out, x, packed, bias, _tile_bytes)
     if served_by == "tiled_bitmap_mma":
         return tiled_bitmap_mma.multiplying(out, x, packed, bias, _facts_of)
     return _multiplying(out, x, packed, bias)
@@ -229,11 +235,8 @@ def _check(x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> None:
 def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, group: int) -> str | None:
     """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
     kernel = arch.kernel_for("tiled_bitmap_spmm", device)
-    if kernel is None or dtype != weight_dtype:
-        return None
-    if kernel == "tiled_bitmap_mma":
-        return kernel if n <= MMA_MOST_ROWS[group] else None
-    return kernel if n <= COLUMNS[-1] else "tiled_bitmap_prefill"
+    most = MOST_ROWS if kernel == "tiled_bitmap_spmm" else MMA_MOST_ROWS
+    return kernel if dtype == weight_dtype and n <= most[group] else None
 
 
 def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None) -> Callable:
@@ -248,12 +251,12 @@ def _multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | Non
         """The launch, the maps of x, the memory for sums, and the number of blocks whose runs of tiles the kernel reads, if it does."""
         plan = _planned(n, tiles, tile_bytes, multiprocessors, x.dtype, dtype, group)
         columns, pairs = plan.chosen.columns, plan.chosen.pairs
-        reads_runs = pairs == 1  # else equal numbers of units
+        reads_runs = plan.walks == pairs == 1  # else equal numbers of units
         optional = [0 if t is None else VARIES for t in (packed.scale, bias)]
         units = -(-tiles // k_blocks // pairs) * k_blocks
         args = (
             *(VARIES, VARIES, VARIES if reads_runs else 0, VARIES, *optional, VARIES, VARIES, VARIES, VARIES),
-            *(n, rows, k_blocks, units, tiles, tile_bytes, plan.slots, VARIES),
+            *(n, rows, k_blocks, units, tiles, plan.walks, tile_bytes, plan.slots, VARIES),
         )
         launch = Launch(plan.kernel, device, plan.grid, args)
         scratch = split_sum.scratch(device, plan.grid, 2 * pairs, pairs * TILE_ROWS, columns)

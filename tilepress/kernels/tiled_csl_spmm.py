@@ -27,10 +27,9 @@ library.define(
     "tiled_csl_spmm(Tensor x, Tensor words, Tensor offsets, Tensor? bias, int rows, ScalarType value_dtype) -> Tensor"
 )
 COLUMNS = (8, 16, 32, 64, 96, 128, 160, 192, 256)  # of y that a block of the kernel takes at once; x has them as rows
-MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes of any weight: `most_rows` says of which it takes more
-MMA_MOST_ROWS = 256  # of x, that the kernel on mma.sync takes
+MOST_ROWS = 1536  # of x, that the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster, but at 90 %
+MMA_MOST_ROWS = 256  # the same of the kernel on mma.sync
 _TILE_COST = 64  # of an empty tile, in 16 bytes
-_FEW_WORDS, _MOST_X_BYTES = 0.3, 16 << 20  # a share of W's elements; of x in the L2 cache
 
 
 def tiled_csl_spmm_ref(
@@ -200,7 +199,7 @@ def _plan(
         return lambda *_: jit.empty_like(out)
     if bias is not None and bias.dtype != x.dtype:
         return lambda x, words, offsets, bias, *rest: _cuda(x, words, offsets, bias.to(x.dtype), *rest)
-    kernel = _kernel_for(n, x.device, x.dtype, value_dtype, most_rows(packed))
+    kernel = _kernel_for(n, x.device, x.dtype, value_dtype)
     if kernel is None:
         return _decoding
     return (_multiplying if kernel == "tiled_csl_spmm" else tiled_csl_mma.multiplying)(out, x, packed, bias)
@@ -209,20 +208,10 @@ def _plan(
 _cuda = Planned(_plan)
 
 
-def most_rows(packed: tiled_csl.TiledCSL) -> int:
-    """Return how many rows of x the kernel for sm_90 takes: with more, decoding W and cuBLAS are faster. It takes most of weights with few words, as long
-    as x, which every row block reads again, stays in the L2 cache."""
-    if packed.words.numel() > _FEW_WORDS * packed.rows * packed.cols:
-        return MOST_ROWS
-    return max(MOST_ROWS, _MOST_X_BYTES // (packed.dtype.itemsize * max(1, packed.cols)))
-
-
-def _kernel_for(
-    n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, most: int = MOST_ROWS
-) -> str | None:
-    """Return which kernel takes n rows of x, or None for decoding and cuBLAS; the one for sm_90 takes `most`."""
+def _kernel_for(n: int, device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype) -> str | None:
+    """Return which kernel takes n rows of x, or None for decoding and cuBLAS."""
     kernel = arch.kernel_for("tiled_csl_spmm", device)
-    most = most if kernel == "tiled_csl_spmm" else MMA_MOST_ROWS
+    most = MOST_ROWS if kernel == "tiled_csl_spmm" else MMA_MOST_ROWS
     return kernel if dtype == value_dtype and n <= most else None
 
 
@@ -298,12 +287,12 @@ def _(x, words, offsets, bias, rows, value_dtype):
     return x.new_empty(*x.shape[:-1], rows)
 
 
-def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1, most: int = MOST_ROWS) -> Path:
-    """Return which implementation serves n rows of x of a dtype on a device, for a weight of which the kernel for sm_90 takes `most` (`most_rows`)."""
+def path(device: torch.device, dtype: torch.dtype, value_dtype: torch.dtype, n: int = 1) -> Path:
+    """Return which implementation serves n rows of x of a dtype on a device."""
     why = jit.why_not(device)
     if why is not None:
         return Path("tiled_csl_spmm", device.type, why)
-    kernel = _kernel_for(n, device, dtype, value_dtype, most)
+    kernel = _kernel_for(n, device, dtype, value_dtype)
     return Path(kernel, "cuda") if kernel else Path("tiled_csl_decode", "cuda", decodes=True)
 
 

@@ -10,7 +10,7 @@ from tilepress.formats.int8 import Int8Scheme
 from tilepress.formats.layout import layout_of
 from tilepress.formats.tiled_bitmap import TiledBitmap
 from tilepress.formats.tiled_csl import TiledCSL
-from tilepress.kernels import tiled_bitmap_spmm, tiled_csl_spmm
+from tilepress.kernels import tiled_bitmap_prefill, tiled_bitmap_spmm, tiled_csl_spmm
 from tilepress.kernels.arch import Path
 from tilepress.runtime.linear.packed import PackedLinear, biases, one_weight, product, register
 
@@ -80,8 +80,7 @@ class TiledCSLLinear(SparseLinear):
         )
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
-        most = tiled_csl_spmm.most_rows(self.packed)
-        return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n, most)
+        return tiled_csl_spmm.path(self.weight.device, dtype, self.value_dtype, n)
 
 
 class TiledBitmapLinear(SparseLinear):
@@ -117,7 +116,10 @@ class TiledBitmapLinear(SparseLinear):
         return torch.ops.tilepress.tiled_bitmap_decode(*stored, *shape, self.value_dtype, self.group)
 
     def path_for(self, dtype: torch.dtype, n: int = 1) -> Path:
-        return tiled_bitmap_spmm.path(self.weight.device, dtype, self.packed.weight_dtype, n, self.packed.group)
+        device, packed = self.weight.device, self.packed
+        if tiled_bitmap_prefill.serves(n, device, dtype, packed):
+            return Path("tiled_bitmap_prefill", device.type)
+        return tiled_bitmap_spmm.path(device, dtype, packed.weight_dtype, n, packed.group)
 
 
 register("tiled-csl", TiledCSLLinear)
