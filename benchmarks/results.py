@@ -36,6 +36,7 @@ VLLM = {
     "tiled-bitmap-50": "50 % zeros (bitmap)",
     "tiled-bitmap-50-int8": "50 % zeros, INT8 values",
 }
+VLLM_CACHES = {"bf16": "BF16, vLLM's own", "tilepress-int8": "8 bits, ours", "tilepress-int4": "4 bits, ours"}
 CACHES = {"bf16": "BF16", "int4": "4 bits"}
 COLOURS = {"vllm": "#94a3b8", "tilepress": "#1f5fa8"}
 Table = list[list[str]]
@@ -157,6 +158,27 @@ def inside_vllm() -> str:
     return table([*head, *(f"ms to the first of {length} tokens" for length in first)], rows)
 
 
+def caches_in_vllm() -> str:
+    """What vLLM takes with its own attention cache and with ours, for the weights that were timed."""
+    rows, found = [], load("vllm_cache")["rows"]
+    steps = list(dict.fromkeys((row["batch"], row["context"]) for row in found if "tpot_ms" in row))
+    asked = [(*step, "tpot_ms") for step in steps] + [
+        (1, max(row["context"] for row in found if "ttft_ms" in row), "ttft_ms")
+    ]
+    for weights, kv in dict.fromkeys((row["weights"], row["kv"]) for row in found):
+        own = [row for row in found if (row["weights"], row["kv"]) == (weights, kv)]
+        cells = []
+        for batch, context, what in asked:
+            (row,) = (row for row in own if (row["batch"], row["context"]) == (batch, context) and what in row)
+            cells += [f"{row[what]:.2f}", f"{row['over_same_weights_bf16_kv']:.2f}"]
+        rows.append([VLLM[weights], VLLM_CACHES[kv], *cells])
+    head = []
+    for batch, context, what in asked:
+        told = f"{batch} x {context}: ms a step" if what == "tpot_ms" else f"ms to the first of {context} tokens"
+        head += [told, "over its BF16 cache"]
+    return table(["weights", "cache", *head], rows)
+
+
 def rates() -> tuple[list[Bar], str]:
     """What the picture shows, as `bars` takes it: tokens a second of 16 sequences."""
     told = [
@@ -219,7 +241,12 @@ while those before them end, in all forms; so shares of a step by kernel (in vll
 
 {inside_vllm()}
 
-`benchmarks/h100`: decode.json, first_token.json, vllm.json.
+Attention caches in the same engine, in another run, of {load("vllm_cache")["protocol"]}. With so few layers a step
+waits for the host, above all with one sequence. [More of it](vllm.md#the-attention-cache):
+
+{caches_in_vllm()}
+
+`benchmarks/h100`: decode.json, first_token.json, vllm.json, vllm_cache.json.
 More shapes, more cards and single kernels, on an H200: [Performance](performance.md).
 """
 

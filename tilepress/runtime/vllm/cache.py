@@ -1,7 +1,7 @@
 """Which attention layers of an engine get a calibrated cache, and what they get of it.
 
-Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used on CPUs and Hopper cards wherever it can be,
-and two lines say why where it cannot; `packed` uses it on other cards too, and makes those two lines an error; `plain` leaves vLLM's own cache.
+Whoever serves decides by the environment variable `TILEPRESS_VLLM_KV`: without it the calibrated cache is used on a CPU wherever it can be, and two lines say
+why where it cannot; `packed` uses it on cards too, and makes those two lines an error; `plain` leaves vLLM's own cache.
 """
 
 import functools
@@ -18,15 +18,12 @@ from tilepress.formats.checkpoint import Checkpoint
 from tilepress.formats.hub import locate
 from tilepress.formats.kv_calibration import CONFIG_KEY, CachedLayer, KVCalibration
 from tilepress.formats.kv_int4 import PAGE_TOKENS, Forms
-from tilepress.kernels import arch, decode_attention, kv_cache
+from tilepress.kernels import decode_attention, kv_cache
 from tilepress.runtime.attention import PackedLayer
 from tilepress.runtime.vllm import compat
 
 SWITCH = "TILEPRESS_VLLM_KV"
 _CHOICES = ("", "packed", "plain")
-_MEASURED = (
-    arch.HOPPER.capability,
-)  # cards on which the calibrated cache was compared with vLLM's own, in answers and times
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only what logs under its own name
 
 
@@ -44,10 +41,10 @@ def cache_for(config: VllmConfig, asked: dict) -> PackedLayer | None:
         _check_layer(asked, layer)
         if device.type == "cuda" and os.environ.get(SWITCH) != "packed":
             _check_kernel(layer, device, config.model_config.dtype)
-            if arch.card(device).capability not in _MEASURED:
-                raise UsageError(
-                    "packed pages in vLLM were measured on Hopper cards alone", f"{SWITCH}=packed tries them here"
-                )
+            raise UsageError(
+                "packed pages have to be asked for on cards",
+                f"{SWITCH}=packed takes them; docs/vllm.md says what was measured",
+            )
         return PackedLayer(layer.of_heads(*_own_heads(asked, calibration)), calibration.refits, device)
     except TilepressError as error:
         if os.environ.get(SWITCH) == "packed":
