@@ -1,8 +1,8 @@
 // Rows of the paged cache, one token's key or value of one head, in a warp: a lane has the E channels from FIRST on.
 // Where a byte stands in its page is `page_order` of formats/kv_pages.py in closed form.
 //
-// Keys and values may have forms of their own. So this file, and kv_quantize.cuh or kv_dequantize.cuh behind it, stand in
-// a namespace `of_keys` and, with UNLIKE, once more in `of_values`: BITS, SIZE and STATIC are keys' the first time.
+// Keys and values may have forms of their own. So this file, and kv_quantize.cuh or kv_dequantize.cuh behind it, stand
+// in a namespace `of_keys` and, with UNLIKE, once more in `of_values`: BITS, SIZE and STATIC are keys' the first time.
 //
 // Macros: D, a multiple of 32; KEY_BITS, VALUE_BITS 4 | 8 | 16; KEY_SIZE, VALUE_SIZE of a group; KEY_STATIC,
 // VALUE_STATIC 0 | 1; UNLIKE 0 | 1; PAGE_TOKENS 16 | 32 | 64; KIND of the input, 0 float32, 1 bfloat16, 2 float16. Rows
