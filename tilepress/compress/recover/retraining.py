@@ -39,7 +39,6 @@ Start = Callable[[Target], Tensor]  # a target's pruned weight, the way round th
 STATE = "training.safetensors"  # the state of the whole model's training, in the work folder
 TENSORS = "recovered.safetensors"  # the whole model's trained tensors, there too
 _DENSE = "dense"  # the teacher's stream
-_COMPUTE = {"cuda": torch.bfloat16}  # what a whole student computes in; on other devices in float32
 _CURVE = 20  # losses that the manifest keeps
 
 
@@ -176,10 +175,8 @@ def train_model(
     both models, or its part of both where these are spread."""
     layers, ranks = pair.student.layers, spread.ranks
     progress("loading both models", 0)
-    compute = _COMPUTE.get(pair.student.device.type)
-    student, teacher = spread.load(pair.student, targets, pair.put, compute), spread.load(pair.teacher)
-    working = pair.trained(training.train)
-    parameters, update = _float32(student, working, None if spread.on else compute)
+    student, teacher = spread.load(pair.student, targets, pair.put), spread.load(pair.teacher)
+    parameters = pair.trained(training.train)
     if not keeps_activations(_room(student, parameters, training.micro_batch * stream.held_out.shape[1])):
         for layer in layers:
             recompute(student.get_submodule(layer))
@@ -187,25 +184,22 @@ def train_model(
     def losses_of(ids: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), outputs_of(teacher, layers) as wanted:
             expected = teacher(ids, use_cache=False).logits.flatten(0, 1)
-        with outputs_of(student, layers) as found:
+        with pair.autocast, outputs_of(student, layers) as found:
             logits = student(ids, use_cache=False).logits.flatten(0, 1)
         hidden = torch.stack([relative_error(*both) for both in zip(found, wanted, strict=True)]).mean()
         return divergence(logits, expected), hidden
 
     def backward(step: int) -> Tensor:
-        update()
         ids, total = stream.batch(step, training.batch), torch.zeros((), device=pair.student.device)
         for part in ids[ranks.rank :: ranks.size].split(training.micro_batch):
             kl, hidden = losses_of(part)
             loss = (kl + training.hidden_loss * hidden) * (len(part) / len(ids))
             (loss * ranks.size if spread.on else loss).backward()  # a spread model's gradients are means over ranks
-            _collect(parameters, working)
             total = total + loss.detach()
         return ranks.sum(total) if spread.on else _of_all(total, parameters, ranks)
 
     @torch.no_grad()
     def held_out() -> float:
-        update()
         parts = stream.held_out.split(training.micro_batch)
         if spread.on:  # ranks run as many windows as one another, or they would wait for ever
             return sum(float(losses_of(part)[0]) * len(part) for part in parts) / stream.held
@@ -221,9 +215,7 @@ def train_model(
     losses = fit(optimizer, backward, saved, told)
     _round(parameters, dtypes)
     after = held_out()
-    names = {id(parameter): name for name, parameter in working.items()}
-    stored = {name: parameters[names[id(of)]] for name, of in pair.same_memory(working).items()}
-    tensors = gathered(_stored(stored, dtypes).items(), ranks)
+    tensors = gathered(_stored(pair.same_memory(parameters), dtypes).items(), ranks)
     if not ranks.rank:
         write_tensors(folder / TENSORS, tensors)
     return {"kl_before": before, "kl_after": after, "losses": thinned(losses)} | _counts(parameters, ranks, spread.on)
@@ -323,37 +315,6 @@ def _train_block(trainer: BlockTrainer, layer: Layer, parameters: dict[str, nn.P
     fit(optimizer, backward, SavedState(layer.scratch, layer.scratch.name, training.save_every_s, ranks), told)
     _round(parameters, trainer.dtypes)
     return {"error_before": before, "error_after": held_out()}
-
-
-def _float32(
-    student: nn.Module, working: dict[str, nn.Parameter], compute: torch.dtype | None
-) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
-    """Return the parameters that an optimizer works on, and what brings them into the student.
-
-    On a CPU they are the student's own. On a card the student computes in bfloat16, in half of the memory traffic, as it will in use; a spread
-    one gathers its layers in it."""
-    if compute is None:
-        return working, lambda: None
-    parameters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in working.items()}
-    for parameter in student.parameters():
-        parameter.data = parameter.data.to(compute)
-
-    @torch.no_grad()
-    def update() -> None:
-        for name, parameter in working.items():
-            parameter.copy_(parameters[name])
-
-    return parameters, update
-
-
-@torch.no_grad()
-def _collect(parameters: dict[str, nn.Parameter], working: dict[str, nn.Parameter]) -> None:
-    """Add the gradients of a part of a step to those in float32."""
-    for name, parameter in working.items():
-        if parameters[name] is not parameter and parameter.grad is not None:
-            grad, into = parameter.grad.float(), parameters[name].grad
-            parameters[name].grad = grad if into is None else into.add_(grad)
-            parameter.grad = None
 
 
 def _room(student: nn.Module, parameters: dict[str, nn.Parameter], tokens: int) -> int:

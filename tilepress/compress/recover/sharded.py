@@ -9,10 +9,9 @@ A `Spread` that is off keeps whole models: code for a spread model is the code f
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tilepress.compress.layers.layerwise import LayerByLayer
@@ -28,25 +27,18 @@ class Spread:
         self._mesh = DeviceMesh.from_group(ranks.group, ranks.device.type) if self.on else None
 
     def load(
-        self,
-        model: LayerByLayer,
-        targets: Sequence[Target] = (),
-        put: Callable[[list[Target]], None] | None = None,
-        compute: torch.dtype | None = None,
+        self, model: LayerByLayer, targets: Sequence[Target] = (), put: Callable[[list[Target]], None] | None = None
     ) -> nn.Module:
-        """Return a model with all of its weights. `put` gives it other ones of `targets`: of a layer after the other, where it is spread.
-
-        A spread model keeps its dtype, and gathers layers in `compute`."""
+        """Return a model with all of its weights. `put` gives it other ones of `targets`: of a layer after the other, where it is spread."""
         if not self.on:
             loaded = model.load_all()
             if put:
                 put(list(targets))
             return loaded
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute and torch.float32)
 
         def shard(module: nn.Module) -> nn.Module:
             # The root too gives its tensors back after a pass: those that it kept would be old after a step without a backward pass between.
-            return fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
+            return fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
         def keep_own(layer: str) -> None:
             if put:
