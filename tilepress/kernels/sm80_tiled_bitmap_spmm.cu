@@ -176,7 +176,7 @@ tiled_bitmap_mma(const uint4* words,                // the weight's words, of 16
       if (threadIdx.x % 128 == 0) parts.announce(number);
       continue;
     }
-    if (stop > start) parts.add(all, start, number, cut, 1 + pair);
+    if (stop > start) parts.add_pieces<1>(all, start, number, cut, 1 + pair);
     const int column = walk * NT;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
