@@ -23,8 +23,7 @@ BLOCKS = {8: 4, 16: 4, 32: 4, 64: 3, 128: 2}
 MOST_BLOCKS = max(BLOCKS.values())
 _TAKES = "words* offsets* cuts* x* scale* bias* y* sums* left* ticket:8 n m k stride k_blocks units tiles walks tile_bytes successors_wait"
 _STAGES = (4, 3, 2)
-# Two row blocks a block, where a multiprocessor has so many tiles: 2 to 5 % faster on an H100, but not yet checked there as it is compiled now.
-_WIDE, _WIDE_TILES = False, 24
+_WIDE_TILES = 24  # of a multiprocessor, for blocks of two row blocks
 _FEWEST_TILES = 1.5  # of a block: blocks that share a row block add up what the others have left
 
 
@@ -33,24 +32,31 @@ class Configuration:
     """What a kernel is compiled for."""
 
     columns: int  # of y, one of BLOCKS
-    pairs: int  # row blocks that a block multiplies at once, with the same x: 2 for 128 columns of large weights, if `_WIDE`
+    pairs: int  # row blocks that a block multiplies at once, with the same x: 2 for 128 columns of large weights
     stages: int
     blocks: int  # of a multiprocessor
     dtype: torch.dtype  # of x
     value_dtype: torch.dtype
     group: int
+    row_groups = 2  # of 16 rows, of a warp: x is read once for both
+
+    @property
+    def part(self) -> int:
+        """Steps of a tile that the compiler sees at once, 0 for one that is read while another is multiplied."""
+        return 0 if self.columns == 128 else 4
 
     @property
     def threads(self) -> int:
-        return TILE_ROWS * self.pairs  # a warp has 32 rows
+        return 32 * self.pairs * TILE_ROWS // 16 // self.row_groups
 
     @property
     def source(self) -> str:
         own = {
             "NT": self.columns,
             "PAIRS": self.pairs,
+            "GROUPS_OF_ROWS": self.row_groups,
             "STAGES": self.stages,
-            "PART": 2 if self.columns == 128 else 4,
+            "PART": self.part,
             "BLOCKS": self.blocks,
         }
         return jit.source("sm80_tiled_bitmap_spmm.cu", **own, **macros(self.dtype, self.value_dtype, self.group))
@@ -78,7 +84,7 @@ def plan(
     for columns in [c for c in reversed(BLOCKS) if c <= wanted]:
         walks = -(-n // columns)
         shapes = [(1, blocks) for blocks in range(BLOCKS[columns], 0, -1)]
-        if _WIDE and columns == 128 and tiles * walks >= _WIDE_TILES * card.multiprocessors:
+        if columns == 128 and tiles * walks >= _WIDE_TILES * card.multiprocessors:
             shapes.insert(0, (2, 1))
         for pairs, blocks in shapes:
             room = min(card.block_shared_bytes, card.shared_bytes // blocks - arch.RESERVED_BYTES)
@@ -117,7 +123,7 @@ def multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None
             *(n, rows, flat.shape[1], flat.stride(0), k_blocks, units, tiles, walks, tile_bytes, VARIES),
         )
         launch = Launch(kernel(chosen, tile_bytes), device, grid, args)
-        scratch = split_sum.scratch(device, grid, chosen.pairs, chosen.pairs * TILE_ROWS, chosen.columns)
+        scratch = split_sum.scratch(device, grid, chosen.threads // 128, chosen.pairs * TILE_ROWS, chosen.columns)
         return launch, scratch, grid if reads_cuts else None
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, *_) -> Tensor:
