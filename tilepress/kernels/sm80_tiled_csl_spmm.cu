@@ -23,7 +23,7 @@
 #define THREADS 128
 #define X_BYTES (NT * 128)                    // of a stage: a tile's columns
 #define COUNT (NT / 2)                        // accumulators for 16 rows
-#define STEPS (NT == 32 ? 2 : NT == 64 ? 1 : 4)            // unrolled: of more, too much is read ahead
+#define STEPS (NT < 32 ? 4 : NT == 64 ? 1 : 2)             // unrolled: of more, too much is read ahead
 
 struct Words {  // of a tile
   uint4 q[GROUPS]; int at, end;
@@ -113,18 +113,19 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
   Cursor next(unit - 1, tiles, k_blocks);     // the one that is asked for next
   int first = __ldg(offsets + next.tile), end = __ldg(offsets + next.tile + 1);
   Words now;
-  const auto load_words = [&](int after) {    // of the tile ahead of `after`, which is `next`
-    if (after > begin) now.load(words, first, end);
-  };
-  const auto bring_x = [&](int stage, int after) {         // behind its words
-    if (after > begin) {
-      const int row = next.walk * NT;
-      copy_x(stages + stage * X_BYTES, x + (u64)row * stride, next.column * 64, n - row, k, stride);
-      if (after - 1 > begin) {                // offsets are here when the next tile is asked for
-        next.back(tiles, k_blocks);
-        first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
-      }
+  int x_column = 0, x_row = 0;                // of the tile whose words were asked for last
+  const auto load_words = [&](int after) {    // of the tile ahead of `after`
+    if (after <= begin) return;
+    now.load(words, first, end);
+    x_column = next.column * 64; x_row = next.walk * NT;
+    if (after - 1 > begin) {                  // offsets are here when the next tile is asked for
+      next.back(tiles, k_blocks);
+      first = __ldg(offsets + next.tile); end = __ldg(offsets + next.tile + 1);
     }
+  };
+  const auto bring_x = [&](int stage, int after) {
+    if (after > begin)
+      copy_x(stages + stage * X_BYTES, x + (u64)x_row * stride, x_column, n - x_row, k, stride);
     copies_end();
   };
   load_words(unit);
@@ -181,7 +182,7 @@ tiled_csl_mma(const uint4* words,                   // the weight's words, of 16
       if (threadIdx.x == 0) parts.announce(number);
       continue;
     }
-    if (stop > start) parts.add<(NT + 15) / 16>(all, start, number, cut, 1);
+    if (stop > start) parts.add_pieces<(NT + 15) / 16>(all, start, number, cut, 1);
     const int walk = start / tiles, column = walk * NT;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {

@@ -27,20 +27,33 @@ struct Parts {
 
   // Adds what the blocks before `block` have left of the row block whose first tile is `start`, as soon as they say so.
   // Block b's run is cut(b) .. cut(b + 1), and none of them is empty; `barrier` is a named barrier for the 128 threads.
-  // In PIECES, one after the other, where there are no registers for all sums of a part at once.
-  template <int PIECES = 1, int COUNT, class F>
+  template <int COUNT, class F>
   __device__ __forceinline__ void add(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
-    int first = block;
-    while (true) {                                         // a lane looks at one of 32 blocks
-      const u32 begins = __ballot_sync(~0u, cut(max(first - (int)threadIdx.x % 32, 0)) <= start);
-      if (begins) { first -= __ffs(begins) - 1; break; }
-      first -= 32;
+    int first = await(start, block, cut, barrier);
+    constexpr int BATCH = COUNT <= 8 ? 4 : COUNT <= 16 ? 2 : 1;    // parts on their way at once
+    for (; first < block; first += BATCH) {
+      float4 part[BATCH][COUNT / 4];
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; ++i)
+          part[j][i] = first + j < block ? __ldcg(at<COUNT>(first + j) + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+        for (int i = 0; i < COUNT / 4; ++i) {
+          acc[4 * i] += part[j][i].x;
+          acc[4 * i + 1] += part[j][i].y;
+          acc[4 * i + 2] += part[j][i].z;
+          acc[4 * i + 3] += part[j][i].w;
+        }
     }
-    for (int b = first + threadIdx.x % 128; b < block; b += 128) {
-      while (load_acquire(left + number(b)) != ticket) {}
-      left[number(b)] = 0;                                 // a graph launches with the same ticket again
-    }
-    bar_sync(barrier, 128);
+  }
+
+  // The same in PIECES, one after the other, where there are no registers for all sums of a part at once.
+  template <int PIECES, int COUNT, class F>
+  __device__ __forceinline__ void add_pieces(float (&acc)[COUNT], int start, int block, F cut, int barrier) const {
+    const int first = await(start, block, cut, barrier);
     constexpr int BATCH = COUNT <= 8 ? 4 : COUNT <= 16 ? 2 : 1;    // parts on their way at once
     constexpr int SUMS = COUNT / 4 / PIECES;               // of a piece, by four
 #pragma unroll
@@ -64,5 +77,22 @@ struct Parts {
             sum[3] += part[j][i].w;
           }
       }
+  }
+
+ private:
+  // Returns the first block that has left a part, once all have.
+  template <class F> __device__ __forceinline__ int await(int start, int block, F cut, int barrier) const {
+    int first = block;
+    while (true) {                                         // a lane looks at one of 32 blocks
+      const u32 begins = __ballot_sync(~0u, cut(max(first - (int)threadIdx.x % 32, 0)) <= start);
+      if (begins) { first -= __ffs(begins) - 1; break; }
+      first -= 32;
+    }
+    for (int b = first + threadIdx.x % 128; b < block; b += 128) {
+      while (load_acquire(left + number(b)) != ticket) {}
+      left[number(b)] = 0;                                 // a graph launches with the same ticket again
+    }
+    bar_sync(barrier, 128);
+    return first;
   }
 };

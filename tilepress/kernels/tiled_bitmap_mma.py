@@ -38,18 +38,25 @@ class Configuration:
     dtype: torch.dtype  # of x
     value_dtype: torch.dtype
     group: int
+    row_groups = 2  # of 16 rows, of a warp: x is read once for both
+
+    @property
+    def part(self) -> int:
+        """Steps of a tile that the compiler sees at once, 0 for one that is read while another is multiplied."""
+        return 0 if self.columns == 128 else 4
 
     @property
     def threads(self) -> int:
-        return TILE_ROWS * self.pairs  # a warp has 32 rows
+        return 32 * self.pairs * TILE_ROWS // 16 // self.row_groups
 
     @property
     def source(self) -> str:
         own = {
             "NT": self.columns,
             "PAIRS": self.pairs,
+            "GROUPS_OF_ROWS": self.row_groups,
             "STAGES": self.stages,
-            "PART": 2 if self.columns == 128 else 4,
+            "PART": self.part,
             "BLOCKS": self.blocks,
         }
         return jit.source("sm80_tiled_bitmap_spmm.cu", **own, **macros(self.dtype, self.value_dtype, self.group))
@@ -116,7 +123,7 @@ def multiplying(out: Tensor, x: Tensor, packed: TiledBitmap, bias: Tensor | None
             *(n, rows, flat.shape[1], flat.stride(0), k_blocks, units, tiles, walks, tile_bytes, VARIES),
         )
         launch = Launch(kernel(chosen, tile_bytes), device, grid, args)
-        scratch = split_sum.scratch(device, grid, chosen.pairs, chosen.pairs * TILE_ROWS, chosen.columns)
+        scratch = split_sum.scratch(device, grid, chosen.threads // 128, chosen.pairs * TILE_ROWS, chosen.columns)
         return launch, scratch, grid if reads_cuts else None
 
     def run(x: Tensor, words: Tensor, offsets: Tensor, scale: Tensor | None, bias: Tensor | None, *_) -> Tensor:

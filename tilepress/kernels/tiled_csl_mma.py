@@ -23,7 +23,7 @@ GROUPS = (2, 4, 6, 8)  # of 16 bytes of words, that a thread fetches ahead: a ti
 _THREADS = 128
 _TAKES = "words* offsets* cuts* x* bias* y* sums* left* ticket:8 n m k stride k_blocks tiles walks successors_wait"
 _FEWEST_TILES = 4  # of a block: blocks that share a row block add up what the others have left
-_MANY_BLOCKS, _ONE_WINDOW = 6, 64  # blocks and columns of y with which one window is faster
+_MANY_BLOCKS = 6  # hide each other's waits better than a second window does
 _TILE_COST = 512  # of an empty tile, in 16 bytes
 
 
@@ -79,8 +79,7 @@ def plan(n: int, words: int, tiles: int, card: arch.Card, dtype: torch.dtype) ->
             if enough and chosen.shared_bytes <= room:
                 found[windows] = chosen
                 break
-    needs_one = found[2].blocks < found[1].blocks or found[1].blocks >= _MANY_BLOCKS or columns == _ONE_WINDOW
-    chosen = found[1 if needs_one else 2]
+    chosen = found[2] if found[2].blocks == found[1].blocks < _MANY_BLOCKS else found[1]
     grid = max(1, min(card.multiprocessors * chosen.blocks, tiles * walks) // walks)
     return Plan(chosen, walks, grid * walks)
 
