@@ -166,6 +166,7 @@ def test_what_is_no_artifact(tiny, tmp_path, cli):
         (lambda m: m.update(files="abc"), "no files"),
         (lambda m: m.update(files=["a"]), "an entry of files"),
         (lambda m: m.update(files=[{"name": "../../etc/hostname", "bytes": 1, "sha256": "x"}]), "an entry of files"),
+        (lambda m: m.update(files=[{"name": "a" * 300, "bytes": 1, "sha256": "x"}]), "an entry of files"),
         (lambda m: m.update(tensors={}), "no tensors"),
         (lambda m: m["tensors"][0].pop("name"), "an entry of tensors"),
         (lambda m: m["tensors"][0].update(nonzeros="x"), "an entry of tensors"),

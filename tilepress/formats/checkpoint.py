@@ -51,6 +51,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 1 << 25
 _MAX_TENSORS = 1 << 17  # of a shard: the largest models have as many in all of theirs
 MAX_DIMENSIONS = 8
+_MAX_NAME_BYTES = 255  # of a file, as file systems have it
 MAX_SIZE = 1 << 50  # of a dimension or a file: beyond is nonsense
 _READ_BY_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")  # suffixes of what transformers opens for itself
 
@@ -226,7 +227,9 @@ def _is_step(step: Any) -> bool:
 
 
 def _inside(name: str) -> bool:
-    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    parts = Path(name).parts
+    fits = all(len(part.encode(errors="replace")) <= _MAX_NAME_BYTES for part in parts)
+    return bool(name) and fits and not Path(name).is_absolute() and ".." not in parts
 
 
 class Checkpoint:
@@ -284,9 +287,10 @@ class Checkpoint:
             self.weight_map = weight_map
             shards = sorted(set(weight_map.values()))
             for shard in shards:
-                if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                is_name = Path(shard).name == shard and len(shard.encode(errors="replace")) <= _MAX_NAME_BYTES
+                if not is_name or not shard.endswith(".safetensors"):
                     raise TilepressError(
-                        f"{INDEX_NAME} names {shard!r}, which is no safetensors file of this folder", REPAIR_HINT
+                        f"{INDEX_NAME} names {shard[:100]!r}, which is no safetensors file of this folder", REPAIR_HINT
                     )
                 if not (self.path / shard).is_file():
                     raise TilepressError(f"shard {shard} is missing; {INDEX_NAME} lists it", REPAIR_HINT)
