@@ -97,9 +97,10 @@ class Shared:
 
 
 def made(
-    model: str, name: str, how: argparse.Namespace, folder: Path, until: float, run: Run, shared: Shared
+    model: str, name: str, how: argparse.Namespace, folder: Path, until: float, run: Run, shared: Shared | None = None
 ) -> tuple[str, dict, str, float]:
     """Make a recipe's artifact; return where it is, what its commands told, the commands as a user would give them, and their seconds."""
+    shared = shared or Shared(folder, set())
     amount = ["--nsamples", str(how.nsamples), "--seqlen", str(how.seqlen)]
     texts = {"{text}": ["--dataset", how.calibrate, *amount], "{own}": ["--dataset", "self", *amount]}
     path, told, commands, total = model, {}, [], 0.0
@@ -143,7 +144,6 @@ def row_of(model: str, name: str, how: argparse.Namespace, run: Run, shared: Sha
     until = started + how.seconds
     with tempfile.TemporaryDirectory(dir=how.scratch) as folder:
         try:
-            shared = shared or Shared(Path(folder), set())
             path, told, row["command"], seconds = made(model, name, how, Path(folder), until, run, shared)
             row["seconds"] = round(seconds, 1) if RECIPES[name] else None
             if "kv_cache" in told:

@@ -27,14 +27,13 @@ def weights_of(folder, manifest):
     return {name: checkpoint.dense(checkpoint.weights[name]) for name in names}
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "admm"])
-def test_the_model_comes_nearer_on_other_text_and_zeros_stay_counted(tiny, halves, tmp_path, method):
+def test_the_model_comes_nearer_on_other_text_and_zeros_stay_counted(tiny, halves, tmp_path):
     text, held_out = halves
     text = few_words(24, 128, text.dataset)
     kl, told = {}, {}
     for steps in (0, 20):
-        folder = tmp_path / f"{method}-{steps}"
-        told[steps] = prune(tiny, folder, 0.6, format="dense", method=method, refit=steps, text=text)
+        folder = tmp_path / str(steps)
+        told[steps] = prune(tiny, folder, 0.6, format="dense", method="sparsegpt", refit=steps, text=text)
         found = tilepress.perplexity(folder, held_out, base=tiny, seqlen=128, limit=16, device="cpu")
         kl[steps] = found.to_json()["kl_divergence"]["mean"]
         zeros = {name: int((weight == 0).sum()) for name, weight in weights_of(folder, told[steps]).items()}
@@ -42,7 +41,7 @@ def test_the_model_comes_nearer_on_other_text_and_zeros_stay_counted(tiny, halve
         assert verify(folder, tiny).passed
         cost = told[steps]["calibration"]["cost"]
         assert cost["tokens"] >= 23 * 127 and 0.1 * kl[steps] < cost["kl"] < kl[steps] and 0.9 < cost["perplexity"] < 10
-    assert kl[20] < (0.95 if method == "sparsegpt" else 0.99) * kl[0], kl
+    assert kl[20] < 0.95 * kl[0], kl
     layers = told[20]["calibration"]["refitted"]
     assert len(layers) == 4 and "refitted" not in told[0]["calibration"]
     assert all(layer["error_after"] < layer["error_before"] for layer in layers)
