@@ -51,12 +51,16 @@ def test_the_model_comes_nearer_on_other_text_and_zeros_stay_counted(tiny, halve
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "opt", "falcon", "mixtral", "gemma3"])
 def test_families_are_refitted(checkpoint_of, tmp_path, family):
-    source = checkpoint_of(family)
-    manifest = prune(source, tmp_path / "out", 0.537, format="dense", method="sparsegpt", refit=3, text=TEXT)
-    zeros = sum(int((weight == 0).sum()) for weight in weights_of(tmp_path / "out", manifest).values())
-    assert zeros == sum(item["zeros"] for item in manifest["calibration"]["pruned"])
-    assert all(layer["error_after"] <= layer["error_before"] * 1.5 for layer in manifest["calibration"]["refitted"])
-    assert verify(tmp_path / "out", source).passed
+    """Random layers are fitted nearly exactly by the solver, and a few large steps only harm: what it gave is kept."""
+    source, made = checkpoint_of(family), {}
+    for steps in (0, 3):
+        folder = tmp_path / str(steps)
+        made[steps] = prune(source, folder, 0.537, format="dense", method="sparsegpt", refit=steps, text=TEXT)
+        assert verify(folder, source).passed
+    layers = made[3]["calibration"]["refitted"]
+    assert len(layers) == 2 and all(layer["error_before"] < layer["error_after"] < 1 for layer in layers)
+    solved, found = (weights_of(tmp_path / str(steps), made[steps]) for steps in (0, 3))
+    assert all(torch.equal(weight, solved[name]) for name, weight in found.items())
 
 
 def test_training_that_does_not_help_changes_nothing(checkpoint_of, tmp_path, monkeypatch):
